@@ -1,0 +1,1 @@
+"""The nouns users write: kinds, ConfigMaps, labels. Typed, defaulted, validated. No I/O."""

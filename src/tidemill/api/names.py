@@ -1,0 +1,35 @@
+"""Well-known names: labels, annotations, ConfigMaps, metrics. Facts shared with WVA; see docs/contract."""
+
+from __future__ import annotations
+
+GROUP = "llmd.ai"
+VERSION = "v1alpha1"
+
+DEFAULT_NAMESPACE = "workload-variant-autoscaler-system"
+DEFAULT_LEADER_ELECTION_ID = "72dd1cf1.llm-d.ai"
+
+# ConfigMaps; the first name is today's, older ones stay accepted.
+MANAGER_CONFIG = "wva-manager-config"
+MANAGER_CONFIG_OLDER = "wva-variantautoscaling-config"
+SATURATION_CONFIG = "wva-saturation-scaling-config"
+WELL_KNOWN_CONFIG_MAPS = frozenset({MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG})
+
+SERVICE_MONITOR = "wva-controller-manager-metrics-monitor"
+
+VARIANT_LABEL = "llm-d.ai/variant"
+ACCELERATOR_LABEL = "inference.optimization/acceleratorName"
+CONTROLLER_INSTANCE_LABEL = "wva.llmd.ai/controller-instance"
+CONFIG_ENABLED_LABEL = "wva.llmd.ai/config-enabled"
+EXCLUDE_ANNOTATION = "wva.llmd.ai/exclude"
+
+# Product keys of nodes by vendor, in the order they are looked at.
+ACCELERATOR_KEYS = (
+    "nvidia.com/gpu.product",
+    "amd.com/gpu.product",
+    "amd.com/gpu.product-name",
+    "intel.com/gpu.product",
+    "gpu.intel.com/product",
+    "habana.ai/product.name",
+    "cloud.google.com/gke-accelerator",
+)
+UNKNOWN_ACCELERATOR = "unknown"

@@ -1,0 +1,1 @@
+"""A Kubernetes API seen from Python. Knows nothing of inference."""

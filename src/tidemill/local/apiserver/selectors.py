@@ -1,0 +1,115 @@
+"""Label and field selectors, parsed into predicates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+from tidemill.local.apiserver.status import bad_request
+
+Json: TypeAlias = dict[str, Any]
+Predicate: TypeAlias = Callable[[Json], bool]
+
+_TERM = re.compile(
+    r"""\s*(?:
+        (?P<set_key>[^\s!=,()]+)\s+(?P<set_op>in|notin)\s*\((?P<values>[^)]*)\)
+      | (?P<key>[^\s!=,()]+)\s*(?P<op>==|=|!=)\s*(?P<value>[^\s,()]*)
+      | !\s*(?P<absent>[^\s!=,()]+)
+      | (?P<present>[^\s!=,()]+)
+    )\s*(?:,|$)""",
+    re.VERBOSE,
+)
+
+# Fields that selectors may name, beside metadata.name and metadata.namespace.
+SELECTABLE: Mapping[str, Collection[str]] = {
+    "pods": ("spec.nodeName", "spec.restartPolicy", "spec.schedulerName", "spec.serviceAccountName",
+             "status.phase", "status.podIP", "status.nominatedNodeName"),
+    "events": ("involvedObject.kind", "involvedObject.namespace", "involvedObject.name",
+               "involvedObject.uid", "involvedObject.apiVersion", "involvedObject.resourceVersion",
+               "involvedObject.fieldPath", "reason", "reportingComponent", "source", "type"),
+    "secrets": ("type",),
+    "nodes": ("spec.unschedulable",),
+    "namespaces": ("status.phase",),
+    "replicasets": ("status.replicas",),
+}  # fmt: skip
+
+
+def label_predicate(selector: str) -> Predicate | None:
+    """None for the selector that takes everything. Raises StatusError 400."""
+    if not selector.strip():
+        return None
+    tests: list[Callable[[Mapping[str, str]], bool]] = []
+    end = 0
+    while end < len(selector):
+        match = _TERM.match(selector, end)
+        if match is None:
+            raise bad_request(f"unable to parse requirement: found {selector[end:]!r} in {selector!r}")
+        tests.append(_label_test(match))
+        end = match.end()
+    return lambda obj: all(test(obj["metadata"].get("labels") or {}) for test in tests)
+
+
+def _label_test(match: re.Match[str]) -> Callable[[Mapping[str, str]], bool]:
+    if (key := match["set_key"]) is not None:
+        values = {value.strip() for value in match["values"].split(",")}
+        if match["set_op"] == "in":
+            return lambda labels: key in labels and labels[key] in values
+        return lambda labels: key not in labels or labels[key] not in values
+    if (key := match["key"]) is not None:
+        value = match["value"]
+        if match["op"] == "!=":
+            return lambda labels: labels.get(key) != value
+        return lambda labels: labels.get(key) == value
+    if (key := match["absent"]) is not None:
+        return lambda labels: key not in labels
+    present = match["present"]
+    return lambda labels: present in labels
+
+
+def field_predicate(selector: str, plural: str) -> Predicate | None:
+    """As `label_predicate`, for the fields that the kind lets one select by."""
+    if not selector.strip():
+        return None
+    tests: list[Predicate] = []
+    for term in selector.split(","):
+        match = re.fullmatch(r"\s*([^\s!=]+)\s*(==|=|!=)\s*(.*?)\s*", term)
+        if match is None:
+            raise bad_request(f"invalid selector: {selector!r}; can't understand {term!r}")
+        path, op, value = match.groups()
+        if path not in ("metadata.name", "metadata.namespace") and path not in SELECTABLE.get(plural, ()):
+            raise bad_request(f'field label not supported: "{path}" (kind {plural})')
+        tests.append(_field_test(path, op, value))
+    return lambda obj: all(test(obj) for test in tests)
+
+
+def _field_test(path: str, op: str, value: str) -> Predicate:
+    parts = path.split(".")
+
+    def test(obj: Json) -> bool:
+        node: Any = obj
+        for part in parts:
+            node = node.get(part) if isinstance(node, dict) else None
+        if path == "source" and isinstance(node, dict):
+            node = node.get("component")
+        text = "" if node is None else str(node).lower() if isinstance(node, bool) else str(node)
+        return (text == value) is (op != "!=")
+
+    return test
+
+
+def matches_label_selector(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a LabelSelector object (matchLabels, matchExpressions) takes `labels`."""
+    if any(labels.get(k) != v for k, v in (selector.get("matchLabels") or {}).items()):
+        return False
+    for term in selector.get("matchExpressions") or ():
+        key, values = term["key"], term.get("values") or ()
+        holds = {
+            "In": key in labels and labels[key] in values,
+            "NotIn": key not in labels or labels[key] not in values,
+            "Exists": key in labels,
+            "DoesNotExist": key not in labels,
+        }
+        if not holds[term["operator"]]:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""The controllers that a Deployment needs: Deployment to ReplicaSets, ReplicaSet to pods."""
