@@ -118,9 +118,9 @@ def flatten_config_map(data: Mapping[str, str], object_name: str) -> tuple[dict[
 
 
 def read_manager_config(
-    data: Mapping[str, str], *, object_name: str, base: ManagerConfig
+    data: Mapping[str, str], *, object_name: str, base: ManagerConfig, last_good: ManagerConfig
 ) -> tuple[ManagerConfig, list[Problem]]:
-    """Lay the keys of `data` over `base`. A bad value leaves that of `base` and is a Problem."""
+    """Lay the keys of `data` over `base`. A bad value is a Problem, and that of `last_good` stays in force."""
     changes: dict[str, dict[str, Any]] = {"": {}, "freshness": {}, "prometheus": {}}
     flat, problems = flatten_config_map(data, object_name)
     for name, key in KEYS.items():
@@ -130,17 +130,18 @@ def read_manager_config(
             changes[key.part][key.field] = key.read(text)
         except ValueError as error:
             problems.append(Problem(object_name, name, text, str(error)))
+            changes[key.part][key.field] = _value(last_good, key)
     freshness = replace(base.freshness, **changes["freshness"])
     if not freshness.fresh <= freshness.stale <= freshness.unavailable:
         problems.append(
             Problem(
                 object_name,
                 "PROMETHEUS_METRICS_CACHE_*_THRESHOLD",
-                f"fresh {freshness.fresh:g}s, stale {freshness.stale:g}s, unavailable {freshness.unavailable:g}s",
+                f"{freshness.fresh:g}s, {freshness.stale:g}s, {freshness.unavailable:g}s",
                 "must not decrease in the order fresh, stale, unavailable",
             )
         )
-        freshness = base.freshness
+        freshness = last_good.freshness
     prometheus = replace(base.prometheus, **changes["prometheus"])
     return replace(base, freshness=freshness, prometheus=prometheus, **changes[""]), problems
 
@@ -148,16 +149,17 @@ def read_manager_config(
 def restart_needed(old: ManagerConfig, new: ManagerConfig) -> list[str]:
     """Names of changed keys that only a restart can apply."""
 
-    def value(config: ManagerConfig, key: _Key) -> Any:
-        return getattr(getattr(config, key.part) if key.part else config, key.field)
-
-    return [name for name, key in KEYS.items() if key.needs_restart and value(old, key) != value(new, key)]
+    return [name for name, key in KEYS.items() if key.needs_restart and _value(old, key) != _value(new, key)]
 
 
 def with_immutable_of(new: ManagerConfig, running: ManagerConfig) -> ManagerConfig:
     """`new`, but with everything that needs a restart as it is in `running`."""
     assert {f.name for f in fields(PrometheusConfig)} == {k.field for k in KEYS.values() if k.needs_restart}
     return replace(new, prometheus=running.prometheus)
+
+
+def _value(config: ManagerConfig, key: _Key) -> Any:
+    return getattr(getattr(config, key.part) if key.part else config, key.field)
 
 
 def _scalar(value: Any) -> str:

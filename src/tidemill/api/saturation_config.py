@@ -84,8 +84,20 @@ class SaturationMap:
         return [item for rank in ranks for item in rank]
 
 
-def read_saturation_map(data: Mapping[str, str], *, object_name: str) -> tuple[SaturationMap, list[Problem]]:
-    """Layers of a ConfigMap and what is wrong with the others. Never raises."""
+def read_saturation_map(
+    data: Mapping[str, str], *, object_name: str, last_good: SaturationMap | None = None
+) -> tuple[SaturationMap, list[Problem]]:
+    """Layers of a ConfigMap and what is wrong with the others. Never raises.
+
+    An entry that cannot be used keeps the layer that it had in `last_good`.
+    """
+    layers, problems = _read_layers(data, object_name)
+    kept = {} if last_good is None else last_good.layers
+    layers |= {entry: layer for entry, layer in kept.items() if entry in data.keys() - layers.keys()}
+    return SaturationMap(object_name, layers), problems
+
+
+def _read_layers(data: Mapping[str, str], object_name: str) -> tuple[dict[str, SaturationLayer], list[Problem]]:
     layers: dict[str, SaturationLayer] = {}
     problems: list[Problem] = []
     for entry, text in data.items():
@@ -97,7 +109,7 @@ def read_saturation_map(data: Mapping[str, str], *, object_name: str) -> tuple[S
             problems.append(Problem(object_name, entry, first_line, f"must be YAML: {detail}"))
             continue
         if content is None:
-            continue
+            content = {}
         if not isinstance(content, dict):
             problems.append(Problem(object_name, entry, str(content), "must be a mapping of thresholds"))
             continue
@@ -112,7 +124,7 @@ def read_saturation_map(data: Mapping[str, str], *, object_name: str) -> tuple[S
             problems.append(_refused(object_name, entry, broken))
             continue
         layers[entry] = layer
-    return SaturationMap(object_name, layers), problems
+    return layers, problems
 
 
 def resolve_saturation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -175,10 +176,9 @@ class VariantAutoscaling(ApiModel):
         return Decimal(self.spec.variant_cost)
 
 
-class TargetRef(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRef:
     """A scale target within a cluster. Versions of one kind are the same target, so none is kept."""
-
-    model_config = ConfigDict(frozen=True)
 
     namespace: str
     kind: TargetKind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import uuid
 from collections import OrderedDict
@@ -96,6 +97,12 @@ class EventRecorder:
             await self._wake.wait()
             self._wake.clear()
             await self.flush()
+
+    async def flush_quietly(self, timeout: float = 2.0) -> None:
+        """Send what waits, on the way out, if that is quick."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.flush()
 
     async def flush(self) -> None:
         """Send all that waits. An event that cannot be sent in three tries is logged and dropped."""

@@ -62,7 +62,7 @@ class LeaderElector:
         config = self._config
         try:
             while True:
-                while not await self._try():
+                while not await self._try():  # noqa: ASYNC110 - the server is polled, there is no event
                     await asyncio.sleep(config.retry_period)
                 log.info("became leader", lease=config.name, identity=config.identity)
                 self.is_leader = True

@@ -1,0 +1,1 @@
+"""The controller: discovery, attribution, engine loop, reconciler, actuation."""

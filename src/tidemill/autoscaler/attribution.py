@@ -1,0 +1,141 @@
+"""Whose numbers are these? From a series to a pod, from a pod to a variant.
+
+Names lead to candidates, identities decide: a pod belongs to the ReplicaSet with the uid that it names,
+and that to the Deployment with the uid that it names. What cannot be told belongs to nobody and is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tidemill.api.variant import TargetRef
+from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant, usable
+from tidemill.autoscaler.world import World
+from tidemill.kube.resources import ObjectKey
+from tidemill.metrics.samples import Gauge, SeriesSample
+
+_RANK = re.compile(r"-rank-\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSample:
+    """The gauges of one pod, its engines taken together.
+
+    `kv_usage` is the mean over engines, `queue_length` their sum. A gauge that is missing for one engine
+    is missing for the pod. `models` are the names under which the pod serves.
+    """
+
+    pod: PodView
+    engines: int
+    kv_usage: Gauge | None
+    queue_length: Gauge | None
+    models: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Attributed:
+    """Samples by pod, and how many series belong to nobody, by namespace and reason."""
+
+    samples: Mapping[ObjectKey, PodSample]
+    unattributed: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+def attribute(world: World, series: Iterable[SeriesSample]) -> Attributed:
+    """Put every series to its pod."""
+    by_pod: dict[ObjectKey, list[SeriesSample]] = {}
+    unattributed: Counter[tuple[str, str]] = Counter()
+    for sample in series:
+        pod = pod_of_series(world, sample)
+        if pod is None:
+            unattributed[sample.id.namespace, "no such pod"] += 1
+        else:
+            by_pod.setdefault(pod.key, []).append(sample)
+    samples: dict[ObjectKey, PodSample] = {}
+    for key, found in by_pod.items():
+        pod = world.pods.store.get(key)
+        if pod is not None:
+            samples[key] = _merge(pod, found)
+    return Attributed(samples, unattributed)
+
+
+def pod_of_series(world: World, sample: SeriesSample) -> PodView | None:
+    """The pod behind a series: by its exact name, else by its address, else by its name without a rank."""
+    id_ = sample.id
+    if id_.pod:
+        found = world.pods.store.get(ObjectKey(id_.namespace, id_.pod))
+        if found is not None:
+            return found
+    address = id_.instance.rsplit(":", 1)[0].strip("[]")
+    if address:
+        alike = [
+            pod
+            for pod in world.pods.store.by_index("ip", address)
+            if not pod.terminating and id_.namespace in ("", pod.key.namespace)
+        ]
+        if len(alike) == 1:
+            return alike[0]
+    if id_.pod and (shorter := _RANK.sub("", id_.pod)) != id_.pod:
+        return world.pods.store.get(ObjectKey(id_.namespace, shorter))
+    return None
+
+
+def variant_of_pod(world: World, pod: PodView) -> ValidVariant | None:
+    """The variant that `pod` is a replica of: the one its label names, else the one that its owners'
+    target belongs to."""
+    if pod.variant_label:
+        view = world.variants.store.get(ObjectKey(pod.key.namespace, pod.variant_label))
+        named = usable(view) if view is not None and world.is_ours(view) else None
+        if named is not None:
+            return world.owner_of_target(named)
+    deployment = deployment_of_pod(world, pod)
+    if deployment is None:
+        return None
+    target = TargetRef(namespace=deployment.key.namespace, kind="Deployment", name=deployment.key.name)
+    return next(iter(world.variants_of(target)), None)
+
+
+def deployment_of_pod(world: World, pod: PodView) -> DeploymentView | None:
+    """The Deployment that controls `pod` through a ReplicaSet, all told by uid."""
+    if pod.owner is None or pod.owner.kind != "ReplicaSet":
+        return None
+    for replica_set in world.replica_sets.store.by_index("uid", pod.owner.uid):
+        owner = replica_set.owner
+        if owner is None or owner.kind != "Deployment":
+            continue
+        found = world.deployments.store.get(ObjectKey(replica_set.key.namespace, owner.name))
+        if found is not None and found.uid == owner.uid:
+            return found
+    return None
+
+
+def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
+    """Engines of a pod are told apart by address, rank and engine label; several series of one engine (a
+    base model and its adapters) show the same gauge and count once."""
+    engines: dict[tuple[str, str, str], list[SeriesSample]] = {}
+    for sample in series:
+        engines.setdefault((sample.id.pod, sample.id.instance, sample.id.engine), []).append(sample)
+    kv = [_largest([s.kv_usage for s in found]) for found in engines.values()]
+    queue = [_largest([s.queue_length for s in found]) for found in engines.values()]
+    return PodSample(
+        pod=pod,
+        engines=len(engines),
+        kv_usage=_combine(kv, mean=True),
+        queue_length=_combine(queue, mean=False),
+        models=frozenset(s.id.model for s in series if s.id.model),
+    )
+
+
+def _largest(gauges: list[Gauge | None]) -> Gauge | None:
+    known = [gauge for gauge in gauges if gauge is not None]
+    return max(known, key=lambda g: g.value, default=None)
+
+
+def _combine(gauges: list[Gauge | None], *, mean: bool) -> Gauge | None:
+    known = [gauge for gauge in gauges if gauge is not None]
+    if not known or len(known) < len(gauges):
+        return None
+    total = sum(gauge.value for gauge in known)
+    return Gauge(total / len(known) if mean else total, max(gauge.age for gauge in known))

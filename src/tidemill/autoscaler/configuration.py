@@ -1,0 +1,145 @@
+"""Configuration in force: flags, environment, ConfigMaps, defaults, and the last good value of each.
+
+What is in force is a function of the ConfigMaps that exist and the namespaces that are tracked now, not of
+the order in which they came. Memory comes in at one place only: a value that cannot be used leaves the one
+that was in force before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import structlog
+
+from tidemill.api.manager_config import (
+    KEYS,
+    ManagerConfig,
+    read_manager_config,
+    restart_needed,
+    with_immutable_of,
+)
+from tidemill.api.names import MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG
+from tidemill.api.problem import Problem
+from tidemill.api.saturation_config import (
+    SaturationMap,
+    SaturationSettings,
+    read_saturation_map,
+    resolve_saturation,
+)
+from tidemill.autoscaler.views import ConfigMapView
+from tidemill.kube.resources import ObjectKey
+
+log = structlog.get_logger(__name__)
+
+Report = Callable[[ConfigMapView, Literal["Normal", "Warning"], str, str], None]
+"""Tell the user something about a ConfigMap: type, reason, message of an event."""
+
+
+class Configuration:
+    """Reads ConfigMaps as they come and answers what is in force.
+
+    `overrides` are keys of the manager config set by flag or environment; they win over every ConfigMap.
+    Raises ValueError when one of them is wrong, because a process must not start on half of its flags.
+    """
+
+    def __init__(self, namespace: str, overrides: Mapping[str, str], report: Report) -> None:
+        self._namespace = namespace
+        self._report = report
+        self._overrides = {name: value for name, value in overrides.items() if name in KEYS}
+        default = ManagerConfig()
+        self.manager, problems = read_manager_config(
+            self._overrides, object_name="flags and environment", base=default, last_good=default
+        )
+        if problems:
+            raise ValueError("; ".join(str(problem) for problem in problems))
+        self._manager_maps: dict[str, ConfigMapView] = {}
+        self._saturation: dict[str, tuple[ConfigMapView, SaturationMap]] = {}  # by namespace
+        self._problems: dict[tuple[ObjectKey, bool], tuple[ConfigMapView, list[Problem]]] = {}
+        self._told: set[Problem] = set()
+        self._running: ManagerConfig | None = None
+        self.changed = asyncio.Event()
+
+    def freeze(self) -> None:
+        """From here on, what needs a restart does not change any more."""
+        self._running = self.manager
+
+    def apply(self, view: ConfigMapView) -> None:
+        """A well-known ConfigMap was created or changed."""
+        if view.key.name == SATURATION_CONFIG:
+            known = self._saturation.get(view.key.namespace)
+            layers, problems = read_saturation_map(
+                view.data, object_name=_name(view.key), last_good=None if known is None else known[1]
+            )
+            self._saturation[view.key.namespace] = (view, layers)
+            self._tell(view, problems)
+        elif view.key.namespace == self._namespace:
+            self._manager_maps[view.key.name] = view
+            self._read_manager(view)
+        log.info("configuration read", config_map=str(view.key))
+
+    def remove(self, view: ConfigMapView) -> None:
+        """A well-known ConfigMap is gone: a local one falls back to the global one, a global one stays in
+        force until there is another."""
+        if view.key.namespace != self._namespace:
+            self._saturation.pop(view.key.namespace, None)
+            return
+        message = f"{_name(view.key)} was deleted: its last good values stay in force"
+        log.warning(message)
+        self._report(view, "Warning", "GlobalConfigMapDeleted", message)
+
+    def saturation(
+        self, *, model: str, namespace: str, accelerator: str, tracked: bool
+    ) -> tuple[SaturationSettings, tuple[Problem, ...]]:
+        """Thresholds for one model. Layers that break a rule after merging are reported, once."""
+        places = [self._namespace]
+        if tracked and namespace != self._namespace:
+            places.append(namespace)
+        found = [self._saturation[place] for place in places if place in self._saturation]
+        settings, problems = resolve_saturation(
+            [layers for _, layers in found], model=model, namespace=namespace, accelerator=accelerator
+        )
+        for view, _ in found:
+            self._tell(view, [p for p in problems if p.object == _name(view.key)], merged=True)
+        return settings, tuple(problems)
+
+    def _read_manager(self, view: ConfigMapView) -> None:
+        config, problems = ManagerConfig(), list[Problem]()
+        for name in (MANAGER_CONFIG_OLDER, MANAGER_CONFIG):
+            if (found := self._manager_maps.get(name)) is not None:
+                config, wrong = read_manager_config(
+                    found.data, object_name=_name(found.key), base=config, last_good=self.manager
+                )
+                problems += wrong if found is view else []
+        config, _ = read_manager_config(self._overrides, object_name="flags", base=config, last_good=self.manager)
+        self._tell(view, problems)
+        if self._running is not None:
+            if names := restart_needed(self._running, config):
+                message = f"{', '.join(names)}: a change takes effect only after a restart of the controller"
+                log.warning(message, config_map=str(view.key))
+                self._report(view, "Warning", "ImmutableConfigChangeRejected", message)
+            config = with_immutable_of(config, self._running)
+        if config != self.manager:
+            self.manager = config
+            self.changed.set()
+
+    def report_again(self) -> None:
+        """Say once more what is wrong: whoever heard it before may not be the one to speak."""
+        self._told.clear()
+        for view, problems in list(self._problems.values()):
+            self._tell(view, problems)
+
+    def _tell(self, view: ConfigMapView, problems: list[Problem], *, merged: bool = False) -> None:
+        """Report problems of a map that were not reported yet. Once mended, they would be news again."""
+        slot = (view.key, merged)
+        self._problems[slot] = (view, problems)
+        for problem in problems:
+            if problem not in self._told:
+                log.warning("configuration refused", problem=str(problem))
+                self._report(view, "Warning", "InvalidConfiguration", f"{problem}; last good value in force")
+        self._told = {p for _, found in self._problems.values() for p in found}
+
+
+def _name(key: ObjectKey) -> str:
+    return f"ConfigMap {key}"

@@ -1,0 +1,381 @@
+"""The engine loop: numbers in, decisions out, once each interval.
+
+The engine writes decisions into memory, exports them and has them carried out. It never touches the status
+of an object: it wakes the reconciler for the variants whose decision changed, and that one writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+import structlog
+
+from tidemill.api.manager_config import FreshnessThresholds
+from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
+from tidemill.api.variant import Reason
+from tidemill.autoscaler.actuation import ActuationError, Actuator
+from tidemill.autoscaler.attribution import Attributed, PodSample, attribute, variant_of_pod
+from tidemill.autoscaler.configuration import Configuration
+from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
+from tidemill.autoscaler.instruments import Instruments
+from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
+from tidemill.autoscaler.world import World
+from tidemill.capacity import saturation, targets
+from tidemill.capacity.types import Cause, Direction, ReplicaLoad, Target, VariantState
+from tidemill.kube.resources import ObjectKey
+from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
+from tidemill.metrics.freshness import Freshness, freshness
+from tidemill.metrics.samples import (
+    KV_USAGE,
+    QUEUE_LENGTH,
+    Gauge,
+    MetricsSource,
+    ScrapeTarget,
+    Snapshot,
+)
+
+log = structlog.get_logger(__name__)
+
+COLLECT_DEADLINE = 8.0  # of the 10 s that a cycle may take
+NAMED = 5  # pods named in a message; the rest is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A pod of a variant and the numbers it gave, if any."""
+
+    pod: PodView
+    sample: PodSample | None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A variant with an existing target, and its pods."""
+
+    variant: ValidVariant
+    target: DeploymentView
+    replicas: tuple[Replica, ...]
+    accelerator: str
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [r for r in self.replicas if r.pod.ready]
+
+
+class Engine:
+    """Decides for all variants. `changed` is called with the key of each variant whose decision changed."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        configuration: Configuration,
+        source: MetricsSource,
+        decisions: DecisionStore,
+        exporter: DecisionExporter,
+        actuator: Actuator,
+        instruments: Instruments,
+        changed: Callable[[Decision, Decision | None], None],
+        now: Callable[[], dt.datetime],
+        dry_run: bool = False,
+    ) -> None:
+        self._world = world
+        self._configuration = configuration
+        self._source = source
+        self._decisions = decisions
+        self._exporter = exporter
+        self._actuator = actuator
+        self._instruments = instruments
+        self._changed = changed
+        self._now = now
+        self._dry_run = dry_run
+        self._woken = asyncio.Event()
+        self._noted: set[str] = set()
+
+    def wake(self) -> None:
+        """Run a cycle at once: something appeared that should not wait for the next one."""
+        self._woken.set()
+
+    async def run(self, after_cycle: Callable[[], None]) -> None:
+        """Cycle until cancelled. `after_cycle` is called after each scheduled one (the periodic pass)."""
+        clock = asyncio.get_running_loop().time
+        due = clock()
+        while True:
+            self._woken.clear()
+            scheduled = clock() >= due
+            if scheduled:
+                due = clock() + self._configuration.manager.interval
+            with self._instruments.cycle():
+                try:
+                    await self.cycle()
+                except Exception:
+                    log.exception("engine cycle failed")
+                    self._instruments.error("engine", "CycleFailed")
+            if scheduled:
+                after_cycle()
+            await self._wait_until(due)
+            # A shorter interval counts from now on, not after the longer one has passed.
+            due = min(due, clock() + self._configuration.manager.interval)
+
+    async def _wait_until(self, due: float) -> None:
+        """Until the next cycle is due, somebody wakes the engine, or the interval changes."""
+        clock = asyncio.get_running_loop().time
+        self._configuration.changed.clear()
+        waits = {
+            asyncio.ensure_future(self._woken.wait()),
+            asyncio.ensure_future(self._configuration.changed.wait()),
+        }
+        await asyncio.wait(waits, timeout=max(0.0, due - clock()), return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def cycle(self) -> None:
+        """One pass over all variants."""
+        members = self._members(Attributed({}))
+        self._source.set_targets(_scrape_targets(members))
+        models = {member.variant.spec.spec.model_id for member in members}
+        snapshot = await self._source.collect(models, deadline=COLLECT_DEADLINE)
+        self._note(snapshot.notes)
+        attributed = attribute(self._world, snapshot.series)
+        self._instruments.unattributed(attributed.unattributed)
+        groups: dict[tuple[str, str], list[Member]] = {}
+        # Looked at again: the cluster may have changed while the numbers came in.
+        for member in self._members(attributed):
+            groups.setdefault((member.variant.key.namespace, member.variant.spec.spec.model_id), []).append(member)
+        decided: list[tuple[Decision, Member]] = []
+        for (namespace, model), group in sorted(groups.items()):
+            decided += self._decide(namespace, model, group, snapshot)
+        self._instruments.models.set(len(groups))
+        for key in self._decisions.keep_only(decision.variant for decision, _ in decided):
+            self._exporter.drop(key.namespace, key.name)
+        await self._carry_out(decided)
+
+    def _members(self, attributed: Attributed) -> list[Member]:
+        """Variants that have a target of their own, each with its pods."""
+        variants = {
+            variant.key: (variant, target)
+            for variant in self._world.our_variants()
+            if (target := self._world.target_of(variant)) is not None
+            and self._world.owner_of_target(variant).key == variant.key
+        }
+        replicas: dict[ObjectKey, list[Replica]] = {key: [] for key in variants}
+        for pod in self._world.pods.store:
+            if pod.terminating:
+                continue
+            variant = variant_of_pod(self._world, pod)
+            if variant is not None and variant.key in replicas:
+                replicas[variant.key].append(Replica(pod, attributed.samples.get(pod.key)))
+        return [
+            Member(
+                variant,
+                target,
+                tuple(sorted(replicas[key], key=lambda r: r.pod.key)),
+                variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator or UNKNOWN_ACCELERATOR,
+            )
+            for key, (variant, target) in variants.items()
+        ]
+
+    def _decide(
+        self, namespace: str, model: str, group: list[Member], snapshot: Snapshot
+    ) -> list[tuple[Decision, Member]]:
+        thresholds = self._configuration.manager.freshness
+        verdicts = {m.variant.key: self._metrics_verdict(m, snapshot, thresholds) for m in group}
+        usable = {m.variant.key: _reporting(m, model, thresholds) for m in group}
+        states = [self._state(member, len(usable[member.variant.key])) for member in group]
+        broken = [m for m in group if not verdicts[m.variant.key].status and m.ready]
+        if broken:
+            first = broken[0]
+            sentence = f"numbers are missing for {first.variant.key.name}: {verdicts[first.variant.key].message}"
+            decided = targets.hold(states, Cause.METRICS_UNAVAILABLE, sentence)
+        else:
+            loads = [load for member in group for load in usable[member.variant.key]]
+            # Thresholds differ by accelerator; for a mixed model those of its cheapest variant hold.
+            lead = min(group, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
+            settings, _ = self._configuration.saturation(
+                model=model,
+                namespace=namespace,
+                accelerator=lead.accelerator,
+                tracked=self._world.is_tracked(namespace),
+            )
+            decided = targets.decide(saturation.analyze(loads, settings), states)
+        by_name = {member.variant.key.name: member for member in group}
+        return [
+            (
+                self._decision(by_name[target.variant], target, verdicts[by_name[target.variant].variant.key]),
+                member,
+            )
+            for target in decided
+            for member in [by_name[target.variant]]
+        ]
+
+    def _state(self, member: Member, reporting: int) -> VariantState:
+        spec = member.variant.spec.spec
+        return VariantState(
+            name=member.variant.key.name,
+            cost=member.variant.spec.cost,
+            current=member.target.replicas,
+            desired=self._last_desired(member.variant),
+            reporting=reporting,
+            ready=len(member.ready),
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            stalled=member.target.stalled,
+        )
+
+    def _last_desired(self, variant: ValidVariant) -> int | None:
+        """The last decision: from memory, and after a restart from the status that it was written to."""
+        known = self._decisions.get(variant.key, variant.uid)
+        if known is not None:
+            return known.replicas
+        alloc = variant.spec.status.desired_optimized_alloc
+        return None if alloc is None else alloc.num_replicas
+
+    def _metrics_verdict(self, member: Member, snapshot: Snapshot, thresholds: FreshnessThresholds) -> Verdict:
+        """Whether every serving replica of a variant has numbers that can decide, and if not, which lacks
+        what."""
+        model = member.variant.spec.spec.model_id
+        if (failure := snapshot.failures.get(model)) is not None:
+            return Verdict(False, Reason.PROMETHEUS_ERROR, f"model {model!r}: {failure}")
+        serving = [r for r in member.ready if r.sample is not None or not self._is_new(r.pod, thresholds)]
+        if not serving:
+            message = "no replica is ready and reporting yet"
+            return Verdict(False, Reason.METRICS_MISSING, message)
+        names = {name for r in serving if r.sample is not None for name in r.sample.models}
+        if names and model not in names:
+            listed = ", ".join(repr(name) for name in sorted(names))
+            message = (
+                f"no series of the target's own pods carries modelID {model!r}; they carry {listed}: "
+                "set spec.modelID to the name under which the model is served"
+            )
+            return Verdict(False, Reason.METRICS_MISSING, message)
+        stale: list[str] = []
+        missing: list[str] = []
+        for replica in serving:
+            for metric, gauge in _gauges(replica.sample):
+                state = freshness(None if gauge is None else gauge.age, thresholds)
+                if state is Freshness.UNAVAILABLE:
+                    missing.append(f"{replica.pod.key.name} ({metric})")
+                elif state is Freshness.STALE:
+                    stale.append(f"{replica.pod.key.name} ({metric})")
+        if missing:
+            return Verdict(False, Reason.METRICS_MISSING, f"no numbers from {_listed(missing)}")
+        if stale:
+            message = f"numbers older than {thresholds.stale:g}s from {_listed(stale)}"
+            return Verdict(False, Reason.METRICS_STALE, message)
+        notes = "".join(f"; {note}" for note in snapshot.notes)
+        return Verdict(True, Reason.METRICS_FOUND, f"numbers from all serving replicas{notes}")
+
+    def _is_new(self, pod: PodView, thresholds: FreshnessThresholds) -> bool:
+        """Whether `pod` became ready so lately that nobody can have scraped it yet."""
+        if pod.ready_since is None:
+            return True
+        return (self._now() - pod.ready_since).total_seconds() < thresholds.fresh
+
+    def _decision(self, member: Member, target: Target, metrics: Verdict) -> Decision:
+        cause = target.explanation.cause
+        if cause in (Cause.METRICS_UNAVAILABLE, Cause.NO_NUMBERS):
+            optimization = Verdict(False, Reason.METRICS_UNAVAILABLE, target.explanation.sentence)
+        else:
+            optimization = Verdict(True, Reason.OPTIMIZATION_SUCCEEDED, target.explanation.sentence)
+        return Decision(
+            variant=member.variant.key,
+            uid=member.variant.uid,
+            replicas=target.replicas,
+            current=member.target.replicas,
+            direction=target.direction,
+            accelerator=member.accelerator,
+            explanation=target.explanation,
+            metrics=metrics,
+            optimization=optimization,
+            applied=True,
+            not_applied="",
+            at=self._now(),
+        )
+
+    async def _carry_out(self, decided: list[tuple[Decision, Member]]) -> None:
+        results = await asyncio.gather(*(self._apply(decision, member) for decision, member in decided))
+        for decision in results:
+            before = self._decisions.get(decision.variant, decision.uid)
+            if self._decisions.record(decision):
+                self._changed(decision, before)
+            if decision.direction is not Direction.HOLD:
+                log.info(
+                    "decision",
+                    variant=str(decision.variant),
+                    current=decision.current,
+                    desired=decision.replicas,
+                    why=decision.explanation.sentence,
+                )
+
+    async def _apply(self, decision: Decision, member: Member) -> Decision:
+        """Export and carry out one decision. What fails is said in the decision and tried again next time."""
+        if self._dry_run:
+            return replace(decision, applied=False, not_applied="dry run")
+        exported = ExportedDecision(
+            decision.variant.name, decision.variant.namespace, decision.accelerator, decision.replicas,
+            decision.current,
+        )  # fmt: skip
+        try:
+            self._exporter.publish(exported)
+            if decision.direction is not Direction.HOLD:
+                self._exporter.count_scaling(
+                    exported, direction=decision.direction.value, reason=decision.explanation.cause.value
+                )
+            await self._actuator.apply(member.target.key, decision.current, decision.replicas)
+        except ActuationError as error:
+            self._instruments.error("actuation", type(error).__name__)
+            log.warning("decision not applied", variant=str(decision.variant), error=str(error))
+            return replace(decision, applied=False, not_applied=str(error))
+        return decision
+
+    def _note(self, notes: Iterable[str]) -> None:
+        for note in set(notes) - self._noted:
+            log.warning(note)
+        self._noted = set(notes)
+
+
+def _gauges(sample: PodSample | None) -> list[tuple[str, Gauge | None]]:
+    return [
+        (KV_USAGE, None if sample is None else sample.kv_usage),
+        (QUEUE_LENGTH, None if sample is None else sample.queue_length),
+    ]
+
+
+def _reporting(member: Member, model: str, thresholds: FreshnessThresholds) -> list[ReplicaLoad]:
+    """Loads of the replicas whose numbers can decide."""
+    loads: list[ReplicaLoad] = []
+    for replica in member.replicas:
+        sample = replica.sample
+        if sample is None or sample.kv_usage is None or sample.queue_length is None or model not in sample.models:
+            continue
+        age = max(sample.kv_usage.age, sample.queue_length.age)
+        if freshness(age, thresholds) is not Freshness.FRESH:
+            continue
+        loads.append(
+            ReplicaLoad(
+                variant=member.variant.key.name,
+                replica=replica.pod.key.name,
+                # By way of the shortest text, so that 0.7 is exactly seven tenths.
+                kv_usage=Decimal(repr(sample.kv_usage.value)),
+                queue_length=Decimal(repr(sample.queue_length.value)) / sample.engines,
+            )
+        )
+    return loads
+
+
+def _scrape_targets(members: list[Member]) -> list[ScrapeTarget]:
+    return [
+        ScrapeTarget(r.pod.key.namespace, r.pod.key.name, r.pod.uid, r.pod.address)
+        for member in members
+        for r in member.replicas
+        if r.pod.ip
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

@@ -1,0 +1,245 @@
+"""What the autoscaler keeps of each object: small frozen views, decoded once when an object arrives."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.api.names import (
+    ACCELERATOR_KEYS,
+    CONFIG_ENABLED_LABEL,
+    EXCLUDE_ANNOTATION,
+    VARIANT_LABEL,
+)
+from tidemill.api.problem import InvalidObjectError, Problem
+from tidemill.api.variant import VariantAutoscaling
+from tidemill.kube.clock import parse_time
+from tidemill.kube.conditions import find_condition
+from tidemill.kube.resources import Json, ObjectKey
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The controller of an object; the uid is what counts, the name is for messages."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    key: ObjectKey
+    uid: str
+    variant_label: str
+    owner: Owner | None
+    ip: str
+    ready: bool
+    ready_since: dt.datetime | None
+    terminating: bool
+    metrics_port: int
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.ip}]" if ":" in self.ip else self.ip
+        return f"{host}:{self.metrics_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetView:
+    key: ObjectKey
+    uid: str
+    owner: Owner | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentView:
+    key: ObjectKey
+    uid: str
+    replicas: int  # spec.replicas; absent means 1
+    ready: int
+    stalled: bool  # the rollout passed its progress deadline
+    accelerator: str | None
+    deleting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceView:
+    name: str
+    excluded: bool
+    config_enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigMapView:
+    key: ObjectKey
+    uid: str
+    data: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceMonitorView:
+    key: ObjectKey
+    uid: str
+    deleting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ValidVariant:
+    """A VariantAutoscaling, with the raw status that a patch must build upon."""
+
+    key: ObjectKey
+    uid: str
+    spec: VariantAutoscaling
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidVariant:
+    """A VariantAutoscaling that breaks its schema, and why. `last_good` is what it was before, if anything:
+    that stays in force."""
+
+    key: ObjectKey
+    uid: str
+    generation: int | None
+    resource_version: str
+    labels: Mapping[str, str]
+    status: Mapping[str, Any]
+    problems: tuple[Problem, ...]
+    last_good: ValidVariant | None
+
+
+VariantView = ValidVariant | InvalidVariant
+
+
+class VariantDecoder:
+    """Decodes VariantAutoscalings and remembers the last good state of each, by uid."""
+
+    def __init__(self) -> None:
+        self._good: dict[str, ValidVariant] = {}
+
+    def __call__(self, obj: Json) -> VariantView:
+        metadata = obj["metadata"]
+        key, uid = ObjectKey.of(obj), metadata.get("uid", "")
+        status: Mapping[str, Any] = obj.get("status") or {}
+        try:
+            variant = ValidVariant(key, uid, VariantAutoscaling.parse(obj), status)
+        except InvalidObjectError as error:
+            return InvalidVariant(
+                key,
+                uid,
+                metadata.get("generation"),
+                metadata.get("resourceVersion", ""),
+                metadata.get("labels") or {},
+                status,
+                error.problems,
+                self._good.get(uid),
+            )
+        self._good[uid] = variant
+        return variant
+
+    def forget(self, uid: str) -> None:
+        self._good.pop(uid, None)
+
+
+def usable(view: VariantView) -> ValidVariant | None:
+    """The variant to work with: itself, or its last good state."""
+    return view if isinstance(view, ValidVariant) else view.last_good
+
+
+def pod_view(obj: Json) -> PodView:
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    ready = find_condition(status.get("conditions") or (), "Ready") or {}
+    since = ready.get("lastTransitionTime")
+    return PodView(
+        key=ObjectKey.of(obj),
+        uid=metadata.get("uid", ""),
+        variant_label=(metadata.get("labels") or {}).get(VARIANT_LABEL, ""),
+        owner=_owner(metadata),
+        ip=status.get("podIP") or "",
+        ready=ready.get("status") == "True",
+        ready_since=parse_time(since) if since else None,
+        terminating="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
+        metrics_port=_metrics_port(obj),
+    )
+
+
+def replica_set_view(obj: Json) -> ReplicaSetView:
+    return ReplicaSetView(ObjectKey.of(obj), obj["metadata"].get("uid", ""), _owner(obj["metadata"]))
+
+
+def deployment_view(obj: Json) -> DeploymentView:
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    progress = find_condition(status.get("conditions") or (), "Progressing") or {}
+    replicas = spec.get("replicas")
+    template = (spec.get("template") or {}).get("spec") or {}
+    return DeploymentView(
+        key=ObjectKey.of(obj),
+        uid=metadata.get("uid", ""),
+        replicas=1 if replicas is None else replicas,
+        ready=status.get("readyReplicas") or 0,
+        stalled=progress.get("status") == "False" and progress.get("reason") == "ProgressDeadlineExceeded",
+        accelerator=accelerator_of(template),
+        deleting="deletionTimestamp" in metadata,
+    )
+
+
+def namespace_view(obj: Json) -> NamespaceView:
+    metadata = obj["metadata"]
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    return NamespaceView(
+        metadata["name"],
+        # An annotation upstream; a label is what the contract's table suggests. Both are heeded.
+        excluded="true" in (annotations.get(EXCLUDE_ANNOTATION), labels.get(EXCLUDE_ANNOTATION)),
+        config_enabled=labels.get(CONFIG_ENABLED_LABEL) == "true",
+    )
+
+
+def config_map_view(obj: Json) -> ConfigMapView:
+    return ConfigMapView(ObjectKey.of(obj), obj["metadata"].get("uid", ""), obj.get("data") or {})
+
+
+def service_monitor_view(obj: Json) -> ServiceMonitorView:
+    metadata = obj["metadata"]
+    return ServiceMonitorView(ObjectKey.of(obj), metadata.get("uid", ""), "deletionTimestamp" in metadata)
+
+
+def accelerator_of(pod_spec: Mapping[str, Any]) -> str | None:
+    """The accelerator that a pod template asks for by nodeSelector, else by node affinity."""
+    selector: Mapping[str, str] = pod_spec.get("nodeSelector") or {}
+    for key in ACCELERATOR_KEYS:
+        if key in selector:
+            return selector[key]
+    affinity = (pod_spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+    terms = [*(required.get("nodeSelectorTerms") or ()), *(term.get("preference") or {} for term in preferred)]
+    for term in terms:
+        for expression in term.get("matchExpressions") or ():
+            if expression.get("key") in ACCELERATOR_KEYS and expression.get("operator") == "In":
+                values = expression.get("values") or ()
+                if values:
+                    return values[0]
+    return None
+
+
+def _owner(metadata: Mapping[str, Any]) -> Owner | None:
+    for reference in metadata.get("ownerReferences") or ():
+        if reference.get("controller"):
+            return Owner(reference["kind"], reference["name"], reference["uid"])
+    return None
+
+
+def _metrics_port(obj: Json) -> int:
+    """Where a pod serves /metrics: the annotation prometheus.io/port, else the port named metrics, else
+    http, else the first one, else vLLM's default."""
+    annotation = (obj["metadata"].get("annotations") or {}).get("prometheus.io/port", "")
+    if annotation.isdigit():
+        return int(annotation)
+    containers = (obj.get("spec") or {}).get("containers") or ()
+    ports = [p for c in containers for p in c.get("ports") or () if p.get("protocol", "TCP") == "TCP"]
+    named = {p.get("name"): p["containerPort"] for p in reversed(ports)}
+    first = ports[0]["containerPort"] if ports else 8000
+    return named.get("metrics") or named.get("http") or first

@@ -1,0 +1,143 @@
+"""From a report to targets: who grows, who shrinks, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.capacity.saturation import ANALYZER, SaturationReport, show
+from tidemill.capacity.types import Cause, Direction, Explanation, Target, VariantState
+
+
+def decide(report: SaturationReport | None, variants: Sequence[VariantState]) -> tuple[Target, ...]:
+    """Targets of all variants of one model, in order of name: at most one step in all.
+
+    While any variant is in transition nothing new is decided: a step that has not shown its effect yet
+    must not be taken again. Bounds of a variant hold always, with or without numbers.
+    """
+    ordered = sorted(variants, key=lambda v: v.name)
+    if report is None:
+        return hold(ordered, Cause.NO_NUMBERS, "no replica reports numbers")
+    if waiting := [text for variant in ordered if (text := _transition(variant))]:
+        sentence = f"in transition, so nothing new is decided: {'; '.join(waiting)}"
+        return hold(ordered, Cause.IN_TRANSITION, sentence, report)
+    if report.up is not None:
+        return _grow(report, report.up, ordered)
+    if report.down_safe:
+        return _shrink(report, ordered)
+    sentence = f"{_spare(report)}: enough not to grow, too little to miss a replica"
+    return hold(ordered, Cause.STEADY, sentence, report)
+
+
+def hold(
+    variants: Sequence[VariantState], cause: Cause, sentence: str, report: SaturationReport | None = None
+) -> tuple[Target, ...]:
+    """Keep what was decided last, or what runs where nothing was; only bounds can change that."""
+    numbers = {} if report is None else report.numbers
+    return tuple(
+        _bounded(variant, _last(variant), Explanation(ANALYZER, cause, sentence, numbers))
+        for variant in sorted(variants, key=lambda v: v.name)
+    )
+
+
+def _grow(report: SaturationReport, cause: Cause, variants: Sequence[VariantState]) -> tuple[Target, ...]:
+    why = {
+        Cause.ALL_SATURATED: f"all {report.replicas} replicas are saturated",
+        Cause.KV_SPARE: (
+            f"average spare KV cache {show(report.average_spare_kv)} is below the trigger "
+            f"{report.settings.kv_spare_trigger}"
+        ),
+        Cause.QUEUE_SPARE: (
+            f"average spare queue {show(report.average_spare_queue)} is below the trigger "
+            f"{report.settings.queue_spare_trigger}"
+        ),
+    }[cause]
+    candidates = [
+        v
+        for v in variants
+        if v.current > 0 and not v.pending and (v.max_replicas is None or v.current < v.max_replicas)
+    ]
+    if not candidates:
+        blocked = "; ".join(_why_not_up(v) for v in variants)
+        return hold(variants, Cause.NO_CANDIDATE, f"{why}, but no variant can grow: {blocked}", report)
+    chosen = min(candidates, key=lambda v: (v.cost, v.name))
+    sentence = f"{why}: one more of {chosen.name}, the cheapest that can grow (cost {chosen.cost})"
+    return _step(report, cause, sentence, variants, chosen, +1)
+
+
+def _shrink(report: SaturationReport, variants: Sequence[VariantState]) -> tuple[Target, ...]:
+    why = f"{_spare(report)}: enough with one replica less"
+    candidates = [v for v in variants if v.current > max(1, v.min_replicas or 0)]
+    if not candidates:
+        return hold(variants, Cause.NO_CANDIDATE, f"{why}, but every variant is at its minimum", report)
+    chosen = max(candidates, key=lambda v: (v.cost, v.name))
+    sentence = f"{why}: one less of {chosen.name}, the dearest that can shrink (cost {chosen.cost})"
+    return _step(report, Cause.SPARE_CAPACITY, sentence, variants, chosen, -1)
+
+
+def _step(
+    report: SaturationReport,
+    cause: Cause,
+    sentence: str,
+    variants: Sequence[VariantState],
+    chosen: VariantState,
+    change: int,
+) -> tuple[Target, ...]:
+    return tuple(
+        _bounded(
+            variant,
+            variant.current + (change if variant is chosen else 0),
+            Explanation(ANALYZER, cause if variant is chosen else Cause.OTHER_VARIANT, sentence, report.numbers),
+        )
+        for variant in variants
+    )
+
+
+def _bounded(variant: VariantState, replicas: int, explanation: Explanation) -> Target:
+    """The target within the variant's bounds. A target at 0 was put there on purpose and stays."""
+    low, high = variant.min_replicas, variant.max_replicas
+    if variant.current == 0:
+        sentence = "the target was set to 0 replicas, and stays there until somebody sets it to more"
+        explanation, replicas = Explanation(ANALYZER, Cause.AT_ZERO, sentence, explanation.numbers), 0
+    elif low is not None and replicas < low:
+        sentence = f"{explanation.sentence}; raised from {replicas} to minReplicas {low}"
+        explanation = Explanation(ANALYZER, Cause.BELOW_MINIMUM, sentence, explanation.numbers)
+        replicas = low
+    elif high is not None and replicas > high:
+        sentence = f"{explanation.sentence}; cut from {replicas} to maxReplicas {high}"
+        explanation = Explanation(ANALYZER, Cause.ABOVE_MAXIMUM, sentence, explanation.numbers)
+        replicas = high
+    before = _last(variant)
+    direction = Direction.UP if replicas > before else Direction.DOWN if replicas < before else Direction.HOLD
+    return Target(variant.name, replicas, direction, explanation)
+
+
+def _last(variant: VariantState) -> int:
+    return variant.current if variant.desired is None else variant.desired
+
+
+def _transition(variant: VariantState) -> str | None:
+    """What the variant waits for, if anything."""
+    if variant.current == 0:
+        return None
+    if variant.desired is not None and variant.desired != variant.current:
+        return f"{variant.name} goes from {variant.current} to {variant.desired}"
+    if variant.reporting != variant.current and not variant.stalled:
+        return f"{variant.name} has {variant.current} replicas and {variant.reporting} report"
+    return None
+
+
+def _why_not_up(variant: VariantState) -> str:
+    if variant.current == 0:
+        return f"{variant.name} has 0 replicas"
+    if variant.pending:
+        stalled = ", which did not start in time" if variant.stalled else ""
+        return f"{variant.name} has {variant.pending} pending{stalled}"
+    return f"{variant.name} is at maxReplicas {variant.max_replicas}"
+
+
+def _spare(report: SaturationReport) -> str:
+    return (
+        f"average spare is {show(report.average_spare_kv)} of the KV cache and "
+        f"{show(report.average_spare_queue)} of the queue over "
+        f"{report.replicas - len(report.saturated)} of {report.replicas} replicas"
+    )

@@ -1,0 +1,90 @@
+"""What goes into a decision about one model, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Load of one replica that reports. Decimals, so that thresholds compare exactly."""
+
+    variant: str
+    replica: str
+    kv_usage: Decimal  # share of the KV cache, 0 to 1
+    queue_length: Decimal  # requests that wait, per engine of the replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantState:
+    """One variant of a model as the cluster shows it."""
+
+    name: str
+    cost: Decimal
+    current: int  # spec.replicas of the target
+    desired: int | None  # the last decision, None before the first
+    reporting: int  # replicas with numbers
+    ready: int
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    # Its pending replicas did not start within the deadline: nothing waits for them any more.
+    stalled: bool = False
+
+    @property
+    def pending(self) -> int:
+        return max(0, self.current - self.ready)
+
+
+class Direction(StrEnum):
+    UP = "up"
+    DOWN = "down"
+    HOLD = "hold"
+
+
+class Cause(StrEnum):
+    """Why a target is what it is, for machines."""
+
+    KV_SPARE = "KVSpareBelowTrigger"
+    QUEUE_SPARE = "QueueSpareBelowTrigger"
+    ALL_SATURATED = "AllReplicasSaturated"
+    SPARE_CAPACITY = "SpareCapacity"
+    STEADY = "Steady"
+    OTHER_VARIANT = "OtherVariantChosen"
+    IN_TRANSITION = "InTransition"
+    NO_CANDIDATE = "NoCandidate"
+    NO_NUMBERS = "NoNumbers"
+    METRICS_UNAVAILABLE = "MetricsUnavailable"
+    AT_ZERO = "AtZero"
+    BELOW_MINIMUM = "BelowMinimum"
+    ABOVE_MAXIMUM = "AboveMaximum"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why: which analyzer bound, what it saw, and the same as a sentence."""
+
+    analyzer: str
+    cause: Cause
+    sentence: str
+    numbers: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "analyzer": self.analyzer,
+            "cause": self.cause.value,
+            "sentence": self.sentence,
+            "numbers": dict(self.numbers),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Replicas decided for one variant."""
+
+    variant: str
+    replicas: int
+    direction: Direction
+    explanation: Explanation

@@ -1,0 +1,1 @@
+"""Numbers in: Prometheus, scraping, windows, freshness. Numbers out: the exported series."""

@@ -1,0 +1,140 @@
+"""The pods themselves as a source: no Prometheus, a reading every second, windows of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+import structlog
+
+from tidemill.metrics.exposition import parse
+from tidemill.metrics.samples import (
+    KV_USAGE,
+    KV_USAGE_OLDER,
+    QUEUE_LENGTH,
+    Gauge,
+    ScrapeTarget,
+    SeriesId,
+    SeriesSample,
+    Snapshot,
+)
+
+log = structlog.get_logger(__name__)
+_WANTED = frozenset({KV_USAGE, KV_USAGE_OLDER, QUEUE_LENGTH})
+_KEPT_SECONDS = 300.0  # a gauge that nobody has seen for so long is forgotten
+
+
+@dataclass(slots=True)
+class _Window:
+    """Readings of one gauge: the largest of the last seconds, and the age of the newest."""
+
+    readings: deque[tuple[float, float]] = field(default_factory=deque)  # time, value
+
+    def add(self, now: float, value: float, length: float) -> None:
+        self.readings.append((now, value))
+        # The newest reading always stays: after an outage its age is what must be known.
+        while self.readings[0][0] < now - length:
+            self.readings.popleft()
+
+    def gauge(self, now: float, length: float) -> Gauge | None:
+        if not self.readings:
+            return None
+        newest = self.readings[-1]
+        recent = [value for time, value in self.readings if time >= now - length]
+        return Gauge.of(max(recent, default=newest[1]), now - newest[0])
+
+
+@dataclass(slots=True)
+class _Scraped:
+    """What is known of one target."""
+
+    target: ScrapeTarget
+    kv: dict[tuple[str, str], _Window] = field(default_factory=dict)  # by model and engine
+    queue: dict[tuple[str, str], _Window] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+    failing: str = ""
+
+
+class DirectSource:
+    """Scrapes every target each `interval` seconds; a slow pod never delays another."""
+
+    name = "direct"
+
+    def __init__(self, *, interval: float = 1.0, window: float = 15.0, timeout: float = 1.0) -> None:
+        self._interval = interval
+        self._window = window
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._session: aiohttp.ClientSession | None = None
+        self._scraped: dict[ScrapeTarget, _Scraped] = {}
+
+    def set_targets(self, targets: Iterable[ScrapeTarget]) -> None:
+        wanted = set(targets)
+        for gone in self._scraped.keys() - wanted:
+            task = self._scraped.pop(gone).task
+            if task is not None:
+                task.cancel()
+        for target in sorted(wanted - self._scraped.keys()):
+            scraped = self._scraped[target] = _Scraped(target)
+            scraped.task = asyncio.create_task(self._run(scraped))
+
+    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
+        now = asyncio.get_running_loop().time()
+        series: list[SeriesSample] = []
+        for target in sorted(self._scraped):
+            scraped = self._scraped[target]
+            for key in sorted(scraped.kv.keys() | scraped.queue.keys()):
+                model, engine = key
+                kv, queue = scraped.kv.get(key), scraped.queue.get(key)
+                series.append(
+                    SeriesSample(
+                        SeriesId(target.namespace, target.pod, target.address, model, engine),
+                        kv.gauge(now, self._window) if kv else None,
+                        queue.gauge(now, self._window) if queue else None,
+                    )
+                )
+        return Snapshot(series=tuple(series), failures={})
+
+    async def close(self) -> None:
+        tasks = [s.task for s in self._scraped.values() if s.task is not None]
+        self.set_targets(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _run(self, scraped: _Scraped) -> None:
+        clock = asyncio.get_running_loop().time
+        due = clock()
+        while True:
+            await self._scrape(scraped)
+            # Missed turns are left out, not made up for.
+            due = max(due + self._interval, clock())
+            await asyncio.sleep(due - clock())
+
+    async def _scrape(self, scraped: _Scraped) -> None:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout)
+        try:
+            async with self._session.get(f"http://{scraped.target.address}/metrics") as response:
+                response.raise_for_status()
+                text = (await response.read()).decode("utf-8", "replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            if not scraped.failing:
+                log.info("scrape failed", pod=f"{scraped.target.namespace}/{scraped.target.pod}", error=why)
+            scraped.failing = why
+            return
+        scraped.failing = ""
+        self._take(scraped, text, asyncio.get_running_loop().time())
+
+    def _take(self, scraped: _Scraped, text: str, now: float) -> None:
+        for sample in parse(text, _WANTED):
+            key = (sample.labels.get("model_name", ""), sample.labels.get("engine", ""))
+            windows = scraped.queue if sample.name == QUEUE_LENGTH else scraped.kv
+            if Gauge.of(sample.value, 0.0) is not None:
+                windows.setdefault(key, _Window()).add(now, sample.value, self._window)
+        for windows in (scraped.kv, scraped.queue):
+            for key in [k for k, w in windows.items() if w.readings[-1][0] < now - _KEPT_SECONDS]:
+                del windows[key]

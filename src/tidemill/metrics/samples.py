@@ -1,0 +1,87 @@
+"""What every source of numbers gives: gauges of replicas, each with its age, and what could not be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+KV_USAGE = "vllm:kv_cache_usage_perc"
+KV_USAGE_OLDER = "vllm:gpu_cache_usage_perc"
+QUEUE_LENGTH = "vllm:num_requests_waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A value and how many seconds ago it was measured."""
+
+    value: float
+    age: float
+
+    @staticmethod
+    def of(value: float, age: float) -> Gauge | None:
+        """None for what is no number: NaN and infinities are absent, not zero."""
+        return Gauge(value, max(0.0, age)) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesId:
+    """The labels that tell one engine of one server from another; "" where a label is absent."""
+
+    namespace: str
+    pod: str
+    instance: str
+    model: str
+    engine: str = ""
+    variant: str = ""  # llm_d_ai_variant
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesSample:
+    """The gauges that saturation is judged by. None is unknown, never zero."""
+
+    id: SeriesId
+    kv_usage: Gauge | None
+    queue_length: Gauge | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One reading of the whole cluster.
+
+    `failures` says by model why its numbers could not be read; `notes` are remarks for operators, such as
+    a window that is shorter than the scrape interval.
+    """
+
+    series: tuple[SeriesSample, ...]
+    failures: Mapping[str, str]
+    queries: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScrapeTarget:
+    """A port of a pod that serves metrics."""
+
+    namespace: str
+    pod: str
+    uid: str
+    address: str  # host:port
+
+
+class MetricsSource(Protocol):
+    """Where numbers come from. Both kinds give the same samples for the same servers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def set_targets(self, targets: Iterable[ScrapeTarget]) -> None:
+        """The pods that matter from now on; a source that does not scrape ignores it."""
+        ...
+
+    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
+        """A reading, within `deadline` seconds. Never raises: what failed is in `failures`."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,112 @@
+"""Engines by model and accelerator, and start-up times, from the files in sim/data."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+from tidemill.sim.engine import BLOCK_TOKENS, EngineParameters
+
+# Facts of the models' public configurations: bytes of weights and of KV cache per token, both 16 bit.
+_WEIGHT_GB = {"Meta-Llama-3.1-8B": 16.1, "Meta-Llama-3.1-70B": 141.1, "Qwen3-32B": 65.5}
+_KV_LAYERS = {"Meta-Llama-3.1-8B": 32, "Meta-Llama-3.1-70B": 80, "Qwen3-32B": 64}
+_KV_BYTES_PER_LAYER = 2 * 8 * 128 * 2  # key and value, 8 KV heads of 128, 2 bytes
+_MEMORY_GB = {"h100_sxm": 80, "a100_sxm": 80, "l40s": 48, "h200_sxm": 141}
+_MEMORY_UTILIZATION = 0.9  # vLLM's default
+_ACTIVATIONS_GB = 2.0  # per GPU, what profiling a step usually leaves out of the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An engine on `gpus` accelerators of one kind."""
+
+    name: str
+    model: str
+    accelerator: str
+    gpus: int
+    parameters: EngineParameters
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """By name, such as `llama-3.1-8b/l40s` (or with the GPU count where there are several)."""
+    rows = list(_rows("aiconfigurator_0.12_fit.csv"))
+    found: dict[str, Preset] = {}
+    for row in rows:
+        model, system, gpus = row["model"], row["system"], int(row["tp"])
+        if (system, gpus) == ("l40s", 8):
+            continue  # dominated by PCIe all-reduce; the fit is no prediction
+        short = model.rsplit("/", 1)[1]
+        accelerator = system.removesuffix("_sxm").upper()
+        alike = sum((r["model"], r["system"]) == (model, system) for r in rows)
+        name = f"{short.removeprefix('Meta-')}/{accelerator}".lower() + (f"x{gpus}" if alike > 1 else "")
+        parameters = EngineParameters(
+            decode_base=float(row["decode_alpha_ms"]) / 1e3,
+            decode_per_sequence=float(row["decode_beta_ms_per_seq"]) / 1e3,
+            decode_per_sequence_token=float(row["decode_gamma_ms_per_seq_token"]) / 1e3,
+            prefill_base=float(row["prefill_gamma_ms"]) / 1e3,
+            prefill_per_token=float(row["prefill_delta_ms_per_token"]) / 1e3,
+            kv_blocks=kv_blocks(short, system, gpus),
+        )
+        found[name] = Preset(name, model, accelerator, gpus, parameters)
+    return found
+
+
+def kv_blocks(model: str, system: str, gpus: int) -> int:
+    """Blocks of 16 tokens that fit beside the weights at vLLM's default memory utilization."""
+    free_gb = gpus * (_MEMORY_GB[system] * _MEMORY_UTILIZATION - _ACTIVATIONS_GB) - _WEIGHT_GB[model]
+    return int(free_gb * 1e9 / (_KV_LAYERS[model] * _KV_BYTES_PER_LAYER * BLOCK_TOKENS))
+
+
+class StartKind(StrEnum):
+    HOT = "hot"  # woken from sleep, weights on the host
+    SNAPSHOT = "snapshot"  # restored from a snapshot of a running pod
+    WARM = "warm"  # launcher and image present, weights on the node
+    COLD = "cold"  # everything to be fetched
+
+
+_START_ROWS = {
+    "FMA hot start (wake from sleep)": StartKind.HOT,
+    "GKE pod snapshot restore": StartKind.SNAPSHOT,
+    "FMA warm start (launcher present)": StartKind.WARM,
+    "cold (weights downloaded)": StartKind.COLD,
+}
+
+
+@cache
+def start_seconds() -> Mapping[StartKind, float]:
+    """Seconds from pod to ready by kind of start."""
+    return {
+        _START_ROWS[row["start_type"]]: float(row["seconds"])
+        for row in _rows("startup_delays.csv")
+        if row["start_type"] in _START_ROWS
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StartupMixture:
+    """How often which kind of start happens; weights need not add up to 1.
+
+    Around the time of its kind each start is spread by `spread` of it (a standard deviation; the one
+    source that gives any says 30 s of 240 s).
+    """
+
+    weights: Mapping[StartKind, float]
+    spread: float = 0.125
+
+    def draw(self, rng: random.Random) -> float:
+        """Seconds that one start takes."""
+        kinds: Sequence[StartKind] = list(self.weights)
+        (kind,) = rng.choices(kinds, weights=[self.weights[k] for k in kinds])
+        mean = start_seconds()[kind]
+        return max(0.1 * mean, rng.gauss(mean, self.spread * mean))
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = files("tidemill.sim").joinpath("data", name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
