@@ -56,7 +56,7 @@ class Configuration:
             raise ValueError("; ".join(str(problem) for problem in problems))
         self._manager_maps: dict[str, ConfigMapView] = {}
         self._saturation: dict[str, tuple[ConfigMapView, SaturationMap]] = {}  # by namespace
-        self._problems: dict[tuple[ObjectKey, bool], tuple[ConfigMapView, list[Problem]]] = {}
+        self._problems: dict[tuple[ObjectKey, str], tuple[ConfigMapView, list[Problem]]] = {}
         self._told: set[Problem] = set()
         self._running: ManagerConfig | None = None
         self.changed = asyncio.Event()
@@ -101,7 +101,7 @@ class Configuration:
             [layers for _, layers in found], model=model, namespace=namespace, accelerator=accelerator
         )
         for view, _ in found:
-            self._tell(view, [p for p in problems if p.object == _name(view.key)], merged=True)
+            self._tell(view, [p for p in problems if p.object == _name(view.key)], f"{namespace}/{model}")
         return settings, tuple(problems)
 
     def _read_manager(self, view: ConfigMapView) -> None:
@@ -125,20 +125,21 @@ class Configuration:
             self.changed.set()
 
     def report_again(self) -> None:
-        """Say once more what is wrong: whoever heard it before may not be the one to speak."""
-        self._told.clear()
-        for view, problems in list(self._problems.values()):
-            self._tell(view, problems)
+        """Say once more what is wrong: whoever said it before may not have been the one to speak."""
+        for view, problems in self._problems.values():
+            self._report_all(view, problems)
 
-    def _tell(self, view: ConfigMapView, problems: list[Problem], *, merged: bool = False) -> None:
-        """Report problems of a map that were not reported yet. Once mended, they would be news again."""
-        slot = (view.key, merged)
-        self._problems[slot] = (view, problems)
-        for problem in problems:
-            if problem not in self._told:
-                log.warning("configuration refused", problem=str(problem))
-                self._report(view, "Warning", "InvalidConfiguration", f"{problem}; last good value in force")
+    def _tell(self, view: ConfigMapView, problems: list[Problem], slot: str = "") -> None:
+        """Report problems that were not reported yet. Once mended, they would be news again. Problems of
+        merging belong to the `slot` of one model, those of reading to the map."""
+        self._problems[view.key, slot] = (view, problems)
+        self._report_all(view, [problem for problem in problems if problem not in self._told])
         self._told = {p for _, found in self._problems.values() for p in found}
+
+    def _report_all(self, view: ConfigMapView, problems: list[Problem]) -> None:
+        for problem in problems:
+            log.warning("configuration refused", problem=str(problem))
+            self._report(view, "Warning", "InvalidConfiguration", f"{problem}; last good value in force")
 
 
 def _name(key: ObjectKey) -> str:

@@ -90,3 +90,107 @@ def model_server(
             ServerConfig(model=model, parameters=parameters, host=host, port=port, startup_seconds=startup_seconds)
         )
     )
+
+
+@app.command()
+def autoscaler(
+    kubeconfig: Annotated[
+        str | None,
+        typer.Option(help="Kubeconfig file; without it $KUBECONFIG, the pod's own, then ~/.kube/config."),
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
+    namespace: Annotated[
+        str, typer.Option(envvar="POD_NAMESPACE", help="The controller's own namespace.")
+    ] = "workload-variant-autoscaler-system",
+    watch_namespace: Annotated[
+        str | None, typer.Option(envvar="WATCH_NAMESPACE", help="Watch this namespace only; all when absent.")
+    ] = None,
+    controller_instance: Annotated[
+        str,
+        typer.Option(envvar="CONTROLLER_INSTANCE", help="Look after objects labelled with this instance only."),
+    ] = "",
+    actuation: Annotated[
+        str, typer.Option(help="metrics: export decisions for an HPA or KEDA; scale: also write the replicas.")
+    ] = "metrics",
+    metrics_source: Annotated[
+        str, typer.Option(help="prometheus: query it; direct: scrape the pods.")
+    ] = "prometheus",
+    scrape_interval: Annotated[str, typer.Option(help="Between two direct scrapes of a pod.")] = "1s",
+    scrape_window: Annotated[
+        str, typer.Option(help="Directly scraped gauges count with their maximum over this.")
+    ] = "15s",
+    metrics_bind_address: Annotated[
+        str, typer.Option(envvar="METRICS_BIND_ADDRESS", help="host:port of /metrics; 0 turns it off.")
+    ] = ":8080",
+    health_probe_bind_address: Annotated[
+        str, typer.Option(envvar="HEALTH_PROBE_BIND_ADDRESS", help="host:port of /healthz, /readyz and /explain.")
+    ] = ":8081",
+    leader_elect: Annotated[bool, typer.Option(help="Elect one leader among several replicas.")] = False,
+    leader_election_lease_duration: Annotated[str, typer.Option(help="Others take over after this.")] = "60s",
+    leader_election_renew_deadline: Annotated[str, typer.Option(help="A leader gives up after this.")] = "50s",
+    leader_election_retry_period: Annotated[str, typer.Option(help="Between two tries.")] = "10s",
+    dry_run: Annotated[bool, typer.Option(help="Decide and explain, but export and write nothing.")] = False,
+) -> None:
+    """Run the autoscaler."""
+    from tidemill.cli.autoscaler import serve
+
+    run(
+        serve(
+            kubeconfig=kubeconfig,
+            context=context,
+            namespace=namespace,
+            watch_namespace=watch_namespace,
+            instance=controller_instance,
+            actuation=actuation,
+            source=metrics_source,
+            scrape_interval=scrape_interval,
+            scrape_window=scrape_window,
+            metrics_address=metrics_bind_address,
+            health_address=health_probe_bind_address,
+            leader_elect=leader_elect,
+            lease=(
+                leader_election_lease_duration,
+                leader_election_renew_deadline,
+                leader_election_retry_period,
+            ),
+            dry_run=dry_run,
+        )
+    )
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(metavar="va/NAME", help="The VariantAutoscaling to explain.")],
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    kubeconfig: Annotated[str | None, typer.Option(help="Kubeconfig file.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
+    controller_namespace: Annotated[
+        str, typer.Option(help="Namespace of the autoscaler.")
+    ] = "workload-variant-autoscaler-system",
+) -> None:
+    """Say why a variant has the replicas that it has."""
+    from tidemill.cli.explain import explain as main
+
+    run(
+        main(
+            target=target,
+            namespace=namespace,
+            output=output,
+            kubeconfig=kubeconfig,
+            context=context,
+            controller_namespace=controller_namespace,
+        )
+    )
+
+
+@app.command()
+def demo(
+    duration: Annotated[str, typer.Option(help="How long the load lasts, from 40s on.")] = "90s",
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    keep: Annotated[bool, typer.Option(help="Leave the cluster up afterwards, until Ctrl-C.")] = False,
+) -> None:
+    """Show it all on this machine: a cluster, two variants of a model, a load that comes and goes."""
+    from tidemill.cli.demo.run import demo as main
+
+    run(main(duration=duration, output=output, keep=keep))

@@ -1,0 +1,35 @@
+# All targets work in an environment of their own, .venv, which `setup` makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## Print what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.done  ## Make the environment
+
+demo: setup  ## A cluster, two variants, a load that comes and goes
+	$(BIN)/tidemill demo
+
+test: setup  ## All tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## Style, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+bench: setup  ## Measure; results in build/bench
+	$(BIN)/python -m benchmarks.autoscaler
+
+clean:  ## Remove the environment and what was built
+	rm -rf $(VENV) build dist

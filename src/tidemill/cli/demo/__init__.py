@@ -1,0 +1,1 @@
+"""`tidemill demo`: the whole on one machine."""

@@ -1,0 +1,283 @@
+"""Start the cluster, install everything, send the load, watch, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+import structlog
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tidemill.api.crd import variant_autoscaling_crd
+from tidemill.api.names import DEFAULT_NAMESPACE
+from tidemill.autoscaler.views import DeploymentView, PodView, deployment_view, pod_view
+from tidemill.cli.autoscaler import configure_logging, seconds
+from tidemill.cli.demo import manifests
+from tidemill.cli.demo.load import Load
+from tidemill.cli.explain import history
+from tidemill.kube.client import KubeClient
+from tidemill.kube.errors import ApiError
+from tidemill.kube.informer import Informer
+from tidemill.kube.resources import DEPLOYMENTS, PODS, ObjectKey, Resource
+from tidemill.local.cluster import LocalCluster
+
+CRDS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
+SHORTEST = 40.0
+START_TIMEOUT = 60.0
+SETTLE = 15.0  # after the load has passed, for the last steps down
+
+
+@dataclass(slots=True)
+class Record:
+    """What the demo saw, as its JSON output holds it. Times in seconds since the load began."""
+
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    served: int = 0
+    failed: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the fleet grew and shrank again."""
+        totals = self._totals()
+        return bool(totals) and max(totals) > totals[0] and totals[-1] < max(totals)
+
+    def _totals(self) -> list[int]:
+        by_time: dict[float, int] = {}
+        for point in self.timeline:
+            by_time[point["time"]] = by_time.get(point["time"], 0) + point["desired"]
+        return [by_time[time] for time in sorted(by_time)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "timeline": self.timeline,
+            "decisions": self.decisions,
+            "requests": {"served": self.served, "failed": self.failed},
+        }
+
+
+class Screen(Protocol):
+    """Where the demo shows itself."""
+
+    def say(self, text: str) -> None: ...
+
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None: ...
+
+
+async def demo(*, duration: str, output: str, keep: bool) -> None:
+    length = seconds(duration, "--duration")
+    if length < SHORTEST:
+        raise typer.BadParameter(f"{duration!r} is shorter than {SHORTEST:g}s, too short to see anything")
+    if output not in ("text", "json"):
+        raise typer.BadParameter(f"{output!r} is not one of text, json", param_hint="--output")
+    configure_logging()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    screen: Screen = _Silent() if output == "json" else _Terminal() if sys.stdout.isatty() else _Lines()
+    async with LocalCluster() as cluster:
+        record = await _play(cluster, length, screen)
+        if output == "json":
+            typer.echo(orjson.dumps(record.as_dict(), option=orjson.OPT_INDENT_2).decode())
+        else:
+            _sum_up(record, screen)
+        if keep:
+            typer.echo(f"the cluster stays up until Ctrl-C: export KUBECONFIG={cluster.kubeconfig}", err=True)
+            await _interrupted()
+    if not record.ok:
+        raise typer.Exit(1)
+
+
+async def _interrupted() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
+    client = cluster.client
+    screen.say(f"cluster up: export KUBECONFIG={cluster.kubeconfig}")
+    await client.create(CRDS, variant_autoscaling_crd())
+    await _create(client, manifests.variants())
+    await _create(client, manifests.controller())
+    pods: Informer[PodView] = Informer(client, PODS, decode=pod_view)
+    deployments: Informer[DeploymentView] = Informer(client, DEPLOYMENTS, decode=deployment_view)
+    tasks = [asyncio.create_task(pods.run()), asyncio.create_task(deployments.run())]
+    try:
+        screen.say("waiting for the controller and one replica of each variant")
+        await _until_ready(deployments)
+        record = Record()
+        names = list(manifests.VARIANTS)
+
+        def endpoints() -> list[str]:
+            return [
+                pod.address
+                for pod in pods.store
+                if pod.key.namespace == manifests.NAMESPACE and pod.ready and not pod.terminating
+            ]
+
+        load = Load(manifests.MODEL, endpoints, random.Random(7))
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        sending = asyncio.create_task(load.run(length))
+        seen: set[tuple[str, str]] = set()
+        while not (sending.done() and (_settled(deployments, names) or clock() - start > length + SETTLE)):
+            tick = clock()
+            elapsed = round(tick - start, 1)
+            rows = [_row(deployments, name, elapsed) for name in names]
+            record.timeline += rows
+            screen.state(elapsed, load, rows)
+            for entry in await _new_decisions(client, names, seen):
+                entry = {"time": elapsed, **entry}
+                record.decisions.append(entry)
+                screen.say(
+                    f"{elapsed:5.1f}s  {entry['variant']} {entry['from']} -> {entry['to']}: {entry['explanation']}"
+                )
+            await asyncio.wait({sending}, timeout=max(0.05, 1.0 - (clock() - tick)))
+        await sending
+        record.timeline += [_row(deployments, name, round(clock() - start, 1)) for name in names]
+        record.served, record.failed = load.summary.served, load.summary.failed
+        return record
+    finally:
+        if isinstance(screen, _Terminal):
+            screen.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _create(client: KubeClient, objects: Iterable[manifests.Manifest]) -> None:
+    for resource, namespace, body in objects:
+        await client.create(resource, body, namespace)
+
+
+async def _until_ready(deployments: Informer[DeploymentView]) -> None:
+    """Wait for every Deployment, told by the informer. Raises typer.Exit when that takes too long."""
+    changed = asyncio.Event()
+    deployments.add_handler(lambda event: changed.set())
+    try:
+        async with asyncio.timeout(START_TIMEOUT):
+            while len(deployments.store) < 3 or any(not d.ready for d in deployments.store):
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        waiting = [str(d.key) for d in deployments.store if not d.ready]
+        typer.echo(f"tidemill demo: not ready after {START_TIMEOUT:g}s: {', '.join(waiting)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _settled(deployments: Informer[DeploymentView], names: list[str]) -> bool:
+    return all(_row(deployments, name, 0.0)["desired"] == 1 for name in names)
+
+
+def _row(deployments: Informer[DeploymentView], name: str, elapsed: float) -> dict[str, Any]:
+    found = deployments.store.get(ObjectKey(manifests.NAMESPACE, name))
+    ready, desired = (0, 0) if found is None else (found.ready, found.replicas)
+    return {"time": elapsed, "variant": name, "ready": ready, "desired": desired}
+
+
+async def _new_decisions(client: KubeClient, names: list[str], seen: set[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Steps that the controller took since the last look, told by itself."""
+    fresh: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            found = await history(client, manifests.NAMESPACE, name, DEFAULT_NAMESPACE)
+        except ApiError:
+            continue  # the controller is being replaced: its successor will tell
+        for decision in found or ():
+            mark = (name, decision["at"])
+            if decision["direction"] == "hold" or mark in seen:
+                continue
+            seen.add(mark)
+            fresh.append(
+                {
+                    "variant": name,
+                    "from": decision["current"],
+                    "to": decision["desired"],
+                    "explanation": decision["explanation"]["sentence"],
+                }
+            )
+    return fresh
+
+
+def _sum_up(record: Record, screen: Screen) -> None:
+    totals = record._totals()  # pyright: ignore[reportPrivateUsage]
+    screen.say(
+        f"requests: {record.served} served, {record.failed} failed; replicas: from {totals[0]} to "
+        f"{max(totals)} and back to {totals[-1]}; {len(record.decisions)} steps"
+    )
+    screen.say("the fleet grew and shrank" if record.ok else "the fleet did not both grow and shrink")
+
+
+class _Silent:
+    def say(self, text: str) -> None:
+        pass
+
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
+        pass
+
+
+class _Lines:
+    """Plain lines, a state every five seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        typer.echo(text)
+
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
+        if elapsed < self._next:
+            return
+        self._next = elapsed + 5
+        fleet = "  ".join(f"{row['variant']} {row['ready']}/{row['desired']}" for row in rows)
+        typer.echo(f"{elapsed:5.1f}s  {load.rate:4.1f} requests/s, {load.in_flight} in flight  {fleet}")
+
+
+class _Terminal:
+    """A table that stays in place, with the decisions scrolling above it."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=4)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text)
+
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
+        table = Table(
+            title=f"{elapsed:.0f}s   {load.rate:.1f} requests/s   {load.in_flight} in flight   "
+            f"{load.summary.served} served   {load.summary.failed} failed"
+        )
+        table.add_column("variant")
+        table.add_column("cost", justify="right")
+        table.add_column("ready", justify="right")
+        table.add_column("desired", justify="right")
+        table.add_column("")
+        for row in rows:
+            cost = manifests.VARIANTS[row["variant"]][2]
+            starting = row["desired"] - row["ready"]
+            bar = (
+                "[green]"
+                + "■" * min(row["ready"], row["desired"])
+                + "[/][yellow]"
+                + "□" * max(0, starting)
+                + "[/]"
+            )
+            table.add_row(row["variant"], cost, str(row["ready"]), str(row["desired"]), bar)
+        self._live.update(table)
+
+    def stop(self) -> None:
+        self._live.stop()
