@@ -218,7 +218,8 @@ def apply(live: Json | None, config: Json, manager: Manager, lists: ListKinds, n
     merged: Json = copy(_merge(live or {}, config, (), lists))
     dropped = managers.get(manager, (frozenset[Path](), ""))[0] - wanted
     owned = [fields for other, (fields, _) in managers.items() if other != manager]
-    for path in sorted(dropped, key=len, reverse=True):
+    # An item of a list goes before its fields: without its key it could not be found any more.
+    for path in sorted(dropped, key=len):
         if not any(path in fields or any(f[: len(path)] == path for f in fields) for fields in owned):
             _remove(merged, path, lists)
     previous = managers.get(manager)

@@ -1,0 +1,119 @@
+"""What all tests share: a local cluster, kubectl, a named way to do without a missing program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import structlog
+
+from tidemill.api.crd import variant_autoscaling_crd
+from tidemill.kube.client import KubeClient
+from tidemill.kube.resources import NAMESPACES, Json, Resource
+from tidemill.local.cluster import LocalCluster
+
+CRDS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+
+
+def program(name: str) -> str:
+    """Path of a program that a test needs. Without it the test is skipped, except in CI, where it fails."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        message = f"{name} is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def eventually(
+    check: Callable[[], object] | Callable[[], Awaitable[object]], *, within: float = 10.0
+) -> object:
+    """Poll `check` until it gives something true; its last word is in the failure.
+
+    For state that changes in another process or behind a socket, where there is no event to await.
+    """
+    deadline = asyncio.get_running_loop().time() + within
+    while True:
+        try:
+            found = check()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            last: object = found
+        except AssertionError as error:
+            last = error
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"not within {within:g}s: {last!r}")
+        await asyncio.sleep(0.02)
+
+
+@dataclass
+class Kubectl:
+    """The real kubectl, pointed at a cluster."""
+
+    binary: str
+    kubeconfig: Path
+
+    async def __call__(self, *args: str, stdin: str = "", check: bool = True) -> str:
+        code, out, err = await self.run(*args, stdin=stdin)
+        if check and code:
+            raise AssertionError(f"kubectl {' '.join(args)} exited with {code}: {err}")
+        return out if not code else err
+
+    async def run(self, *args: str, stdin: str = "") -> tuple[int, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            self.binary,
+            *args,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate(stdin.encode())
+        return process.returncode or 0, out.decode(), err.decode()
+
+
+@pytest.fixture
+async def api_only() -> AsyncIterator[LocalCluster]:
+    """A local API server without controllers or runner."""
+    async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[LocalCluster]:
+    """A whole local cluster with the VariantAutoscaling CRD."""
+    async with LocalCluster(bookmark_seconds=0.5) as local:
+        await local.client.create(CRDS, variant_autoscaling_crd())
+        yield local
+
+
+@pytest.fixture
+def kubectl(cluster: LocalCluster) -> Kubectl:
+    return Kubectl(program("kubectl"), cluster.kubeconfig)
+
+
+async def create_namespace(client: KubeClient, name: str, **metadata: object) -> Json:
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, **metadata}}
+    return await client.create(NAMESPACES, body)

@@ -1,0 +1,34 @@
+"""The contract suite runs on the local API server, and on any other that CONTRACT_KUBECONFIG names."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.conftest import create_namespace
+
+from tidemill.kube.client import KubeClient
+from tidemill.kube.resources import NAMESPACES
+from tidemill.local.cluster import LocalCluster
+
+OTHER = os.environ.get("CONTRACT_KUBECONFIG")
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubeClient]:
+    if OTHER:
+        async with await KubeClient.connect(OTHER) as client:
+            yield client
+    else:
+        async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:
+            yield cluster.client
+
+
+@pytest.fixture
+async def namespace(api: KubeClient) -> AsyncIterator[str]:
+    name = f"contract-{uuid.uuid4().hex[:8]}"
+    await create_namespace(api, name)
+    yield name
+    await api.delete(NAMESPACES, name)
