@@ -131,7 +131,7 @@ class Controller:
             now=now,
             dry_run=options.dry_run,
         )
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None  # while this process leads
         self._leading = False
 
     @property
@@ -182,7 +182,7 @@ class Controller:
         """Decide and write, as long as this process is the one to do so."""
         options = self._options
         actuator = ScaleActuator(self._client) if options.actuation is ActuationMode.SCALE else MetricsActuator()
-        self._engine = Engine(
+        self.engine = Engine(
             world=self.world,
             configuration=self.configuration,
             source=source,
@@ -200,11 +200,11 @@ class Controller:
             async with asyncio.TaskGroup() as group:
                 for _ in range(options.workers):
                     group.create_task(self.queue.work(self._reconcile, self._on_error))
-                group.create_task(self._engine.run(self._periodic_pass))
+                group.create_task(self.engine.run(self._periodic_pass))
         finally:
             # A former leader exports nothing: two answers to one question are worse than none.
             self._leading = False
-            self._engine = None
+            self.engine = None
             self.exporter.clear()
 
     def _periodic_pass(self) -> None:
@@ -215,8 +215,8 @@ class Controller:
         self.queue.add(key)
 
     def _wake_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.wake()
+        if self.engine is not None:
+            self.engine.wake()
 
     async def _reconcile(self, key: ObjectKey) -> None:
         await self.reconciler.reconcile(key)
