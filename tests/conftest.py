@@ -25,7 +25,7 @@ CRDS = Resource(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(20))
 
 
 def program(name: str) -> str:
