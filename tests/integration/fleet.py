@@ -233,7 +233,7 @@ async def running(
     harness = Harness(controller, source)
     try:
         async with asyncio.timeout(10):
-            while controller.engine is None:
+            while "wva_optimization_duration_seconds_count 0.0" in harness.series():
                 if task.done():
                     task.result()
                 await asyncio.sleep(0.005)

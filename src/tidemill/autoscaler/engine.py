@@ -129,9 +129,11 @@ class Engine:
             asyncio.ensure_future(self._woken.wait()),
             asyncio.ensure_future(self._configuration.changed.wait()),
         }
-        await asyncio.wait(waits, timeout=max(0.0, due - clock()), return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        try:
+            await asyncio.wait(waits, timeout=max(0.0, due - clock()), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def cycle(self) -> None:
         """One pass over all variants."""
