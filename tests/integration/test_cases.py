@@ -289,7 +289,7 @@ class TestA35Scope:
     def threshold(self, harness: Harness, namespace: str = "x") -> float:
         settings, _ = harness.controller.configuration.saturation(
             model=MODEL, namespace=namespace, accelerator="A100",
-            tracked=harness.controller.world.is_tracked(namespace),
+            tracked=namespace in harness.controller.world.tracked_namespaces(),
         )  # fmt: skip
         return float(settings.kv_cache_threshold)
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant, usable
 from tidemill.autoscaler.world import World
 from tidemill.kube.resources import ObjectKey
@@ -82,33 +81,35 @@ def pod_of_series(world: World, sample: SeriesSample) -> PodView | None:
     return None
 
 
-def variant_of_pod(world: World, pod: PodView) -> ValidVariant | None:
-    """The variant that `pod` is a replica of: the one its label names, else the one that its owners'
-    target belongs to."""
-    if pod.variant_label:
-        view = world.variants.store.get(ObjectKey(pod.key.namespace, pod.variant_label))
-        named = usable(view) if view is not None and world.is_ours(view) else None
-        if named is not None:
-            return world.owner_of_target(named)
-    deployment = deployment_of_pod(world, pod)
-    if deployment is None:
-        return None
-    target = TargetRef(namespace=deployment.key.namespace, kind="Deployment", name=deployment.key.name)
-    return next(iter(world.variants_of(target)), None)
+class Ownership:
+    """Which variant decides for which target, and so which pod is a replica of which variant, as the world
+    is at one moment. Built once for a cycle, because every pod is asked about."""
 
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.variants: dict[ObjectKey, tuple[ValidVariant, DeploymentView]] = {}
+        self._by_deployment: dict[str, ObjectKey] = {}  # uid of the Deployment: variant
+        for variant in world.our_variants():
+            target = world.target_of(variant)
+            if target is not None and world.owner_of_target(variant).key == variant.key:
+                self.variants[variant.key] = (variant, target)
+                self._by_deployment[target.uid] = variant.key
 
-def deployment_of_pod(world: World, pod: PodView) -> DeploymentView | None:
-    """The Deployment that controls `pod` through a ReplicaSet, all told by uid."""
-    if pod.owner is None or pod.owner.kind != "ReplicaSet":
+    def variant_of(self, pod: PodView) -> ObjectKey | None:
+        """The variant that `pod` is a replica of: the one its label names, else the one whose target
+        controls it through a ReplicaSet, all told by uid."""
+        if pod.variant_label:
+            view = self._world.variants.store.get(ObjectKey(pod.key.namespace, pod.variant_label))
+            named = usable(view) if view is not None and self._world.is_ours(view) else None
+            if named is not None:
+                return self._world.owner_of_target(named).key
+        if pod.owner is None or pod.owner.kind != "ReplicaSet":
+            return None
+        for replica_set in self._world.replica_sets.store.by_index("uid", pod.owner.uid):
+            owner = replica_set.owner
+            if owner is not None and owner.kind == "Deployment":
+                return self._by_deployment.get(owner.uid)
         return None
-    for replica_set in world.replica_sets.store.by_index("uid", pod.owner.uid):
-        owner = replica_set.owner
-        if owner is None or owner.kind != "Deployment":
-            continue
-        found = world.deployments.store.get(ObjectKey(replica_set.key.namespace, owner.name))
-        if found is not None and found.uid == owner.uid:
-            return found
-    return None
 
 
 def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
@@ -18,7 +18,7 @@ from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
 from tidemill.api.variant import Reason
 from tidemill.autoscaler.actuation import ActuationError, Actuator
-from tidemill.autoscaler.attribution import Attributed, PodSample, attribute, variant_of_pod
+from tidemill.autoscaler.attribution import Attributed, Ownership, PodSample, attribute
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.instruments import Instruments
@@ -137,52 +137,44 @@ class Engine:
 
     async def cycle(self) -> None:
         """One pass over all variants."""
-        members = self._members(Attributed({}))
-        self._source.set_targets(_scrape_targets(members))
-        models = {member.variant.spec.spec.model_id for member in members}
+        seen, ownership, pods = self._look()
+        self._source.set_targets(
+            ScrapeTarget(pod.key.namespace, pod.key.name, pod.uid, pod.address)
+            for found in pods.values()
+            for pod in found
+            if pod.ip
+        )
+        models = {variant.spec.spec.model_id for variant, _ in ownership.variants.values()}
         snapshot = await self._source.collect(models, deadline=COLLECT_DEADLINE)
         self._note(snapshot.notes)
+        if self._world.changes != seen:
+            # While the numbers came in the cluster changed; what is decided is decided on the present.
+            _, ownership, pods = self._look()
         attributed = attribute(self._world, snapshot.series)
         self._instruments.unattributed(attributed.unattributed)
         groups: dict[tuple[str, str], list[Member]] = {}
-        # Looked at again: the cluster may have changed while the numbers came in.
-        for member in self._members(attributed):
+        for member in _members(ownership, pods, attributed):
             groups.setdefault((member.variant.key.namespace, member.variant.spec.spec.model_id), []).append(member)
         decided: list[tuple[Decision, Member]] = []
+        tracked = self._world.tracked_namespaces()
         for (namespace, model), group in sorted(groups.items()):
-            decided += self._decide(namespace, model, group, snapshot)
+            decided += self._decide(namespace, model, group, snapshot, tracked=namespace in tracked)
         self._instruments.models.set(len(groups))
         for key in self._decisions.keep_only(decision.variant for decision, _ in decided):
             self._exporter.drop(key.namespace, key.name)
         await self._carry_out(decided)
 
-    def _members(self, attributed: Attributed) -> list[Member]:
-        """Variants that have a target of their own, each with its pods."""
-        variants = {
-            variant.key: (variant, target)
-            for variant in self._world.our_variants()
-            if (target := self._world.target_of(variant)) is not None
-            and self._world.owner_of_target(variant).key == variant.key
-        }
-        replicas: dict[ObjectKey, list[Replica]] = {key: [] for key in variants}
+    def _look(self) -> tuple[int, Ownership, dict[ObjectKey, list[PodView]]]:
+        """Who owns what now, and the pods of each variant that has a target."""
+        ownership = Ownership(self._world)
+        pods: dict[ObjectKey, list[PodView]] = {key: [] for key in ownership.variants}
         for pod in self._world.pods.store:
-            if pod.terminating:
-                continue
-            variant = variant_of_pod(self._world, pod)
-            if variant is not None and variant.key in replicas:
-                replicas[variant.key].append(Replica(pod, attributed.samples.get(pod.key)))
-        return [
-            Member(
-                variant,
-                target,
-                tuple(sorted(replicas[key], key=lambda r: r.pod.key)),
-                variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator or UNKNOWN_ACCELERATOR,
-            )
-            for key, (variant, target) in variants.items()
-        ]
+            if not pod.terminating and (key := ownership.variant_of(pod)) in pods:
+                pods[key].append(pod)
+        return self._world.changes, ownership, pods
 
     def _decide(
-        self, namespace: str, model: str, group: list[Member], snapshot: Snapshot
+        self, namespace: str, model: str, group: list[Member], snapshot: Snapshot, *, tracked: bool
     ) -> list[tuple[Decision, Member]]:
         thresholds = self._configuration.manager.freshness
         verdicts = {m.variant.key: self._metrics_verdict(m, snapshot, thresholds) for m in group}
@@ -201,7 +193,7 @@ class Engine:
                 model=model,
                 namespace=namespace,
                 accelerator=lead.accelerator,
-                tracked=self._world.is_tracked(namespace),
+                tracked=tracked,
             )
             decided = targets.decide(saturation.analyze(loads, settings), states)
         by_name = {member.variant.key.name: member for member in group}
@@ -369,12 +361,18 @@ def _reporting(member: Member, model: str, thresholds: FreshnessThresholds) -> l
     return loads
 
 
-def _scrape_targets(members: list[Member]) -> list[ScrapeTarget]:
+def _members(
+    ownership: Ownership, pods: Mapping[ObjectKey, list[PodView]], attributed: Attributed
+) -> list[Member]:
+    """Variants that decide for an existing target, each with its pods and their numbers."""
     return [
-        ScrapeTarget(r.pod.key.namespace, r.pod.key.name, r.pod.uid, r.pod.address)
-        for member in members
-        for r in member.replicas
-        if r.pod.ip
+        Member(
+            variant,
+            target,
+            tuple(Replica(pod, attributed.samples.get(pod.key)) for pod in sorted(pods[key], key=lambda p: p.key)),
+            variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator or UNKNOWN_ACCELERATOR,
+        )
+        for key, (variant, target) in ownership.variants.items()
     ]
 
 

@@ -131,6 +131,12 @@ class World:
         ]
 
     @property
+    def changes(self) -> int:
+        """A number that moves whenever an object that attribution looks at has changed."""
+        informers = (self.variants, self.deployments, self.replica_sets, self.pods, self.namespaces)
+        return sum(informer.store.changes for informer in informers)
+
+    @property
     def synced(self) -> bool:
         return all(informer.synced for informer in self.informers)
 
@@ -164,15 +170,12 @@ class World:
             and variant.spec.metadata.deletion_timestamp is None
         ]
 
-    def is_tracked(self, namespace: str) -> bool:
-        """Whether ConfigMaps of `namespace` count: it has a variant of ours or is labelled, and is not
+    def tracked_namespaces(self) -> frozenset[str]:
+        """Namespaces whose ConfigMaps count: they have a variant of ours or are labelled, and are not
         excluded."""
-        if self.is_excluded(namespace):
-            return False
-        found = self.namespaces.store.get(ObjectKey("", namespace))
-        if found is not None and found.config_enabled:
-            return True
-        return any(variant.key.namespace == namespace for variant in self.our_variants())
+        labelled = {found.name for found in self.namespaces.store if found.config_enabled}
+        used = {variant.key.namespace for variant in self.our_variants()}
+        return frozenset(name for name in labelled | used if not self.is_excluded(name))
 
     def variants_of(self, target: TargetRef) -> list[ValidVariant]:
         """Variants of ours that name `target`, the one that decides first (the oldest, then by name)."""

@@ -64,6 +64,7 @@ class Store(Generic[T]):
     def __init__(self, indexers: Mapping[str, Indexer[T]]) -> None:
         self._entries: dict[ObjectKey, _Entry[T]] = {}
         self._indexers = indexers
+        self.changes = 0  # how often anything was written or removed
         self._indexes: dict[str, dict[Hashable, set[ObjectKey]]] = {name: {} for name in indexers}
 
     def __len__(self) -> int:
@@ -82,10 +83,11 @@ class Store(Generic[T]):
     def by_index(self, name: str, value: Hashable) -> list[T]:
         """Objects that indexer `name` filed under `value`, in order of key."""
         keys = self._indexes[name].get(value, ())
-        return [self._entries[key].value for key in sorted(keys)]
+        return [self._entries[key].value for key in (sorted(keys) if len(keys) > 1 else keys)]
 
     def _put(self, key: ObjectKey, entry: _Entry[T]) -> _Entry[T] | None:
         old = self._remove(key)
+        self.changes += 1
         self._entries[key] = entry
         for name, indexer in self._indexers.items():
             for value in indexer(entry.value):
@@ -95,6 +97,7 @@ class Store(Generic[T]):
     def _remove(self, key: ObjectKey) -> _Entry[T] | None:
         old = self._entries.pop(key, None)
         if old is not None:
+            self.changes += 1
             for name, indexer in self._indexers.items():
                 index = self._indexes[name]
                 for value in indexer(old.value):
@@ -201,33 +204,38 @@ class Informer(Generic[T]):
 
     async def _list(self) -> None:
         try:
-            items, version = await self._pages(self._page_size)
+            fresh, version = await self._pages(self._page_size)
         except GoneError:
             # The snapshot behind the continue token is gone: one request cannot lose it.
-            items, version = await self._pages(0)
+            fresh, version = await self._pages(0)
         self._heard()
         if self._absent:
             log.info("kind is served again", kind=str(self.resource))
         self._absent = False
-        fresh = {ObjectKey.of(item): item for item in items}
         for key in [key for key, _ in self.store.items() if key not in fresh]:
             self._delete(key)
-        for item in fresh.values():
-            self._upsert(item)
+        for key, entry in fresh.items():
+            self._upsert(key, entry)
         self._version = version
         self._synced.set()
 
-    async def _pages(self, size: int) -> tuple[list[Json], str]:
-        items: list[Json] = []
+    async def _pages(self, size: int) -> tuple[dict[ObjectKey, _Entry[T]], str]:
+        """Everything there is. Each page is decoded as it comes, so that never more than one is held raw."""
+        found: dict[ObjectKey, _Entry[T]] = {}
         token = ""
         while True:
             page = await self._client.list(
                 self.resource, self.namespace, limit=size, continue_token=token, **self._selectors
             )
-            items += page.items
+            for item in page.items:
+                found[ObjectKey.of(item)] = self._entry(item)
             token = page.continue_token
             if not token:
-                return items, page.resource_version
+                return found, page.resource_version
+
+    def _entry(self, obj: Json) -> _Entry[T]:
+        metadata = obj["metadata"]
+        return _Entry(metadata.get("uid", ""), metadata.get("resourceVersion", ""), self._decode(obj))
 
     async def _watch(self) -> None:
         assert self._version is not None
@@ -254,11 +262,9 @@ class Informer(Generic[T]):
         if event.type == "DELETED":
             self._delete(ObjectKey.of(event.object))
         elif event.type in ("ADDED", "MODIFIED"):
-            self._upsert(event.object)
+            self._upsert(ObjectKey.of(event.object), self._entry(event.object))
 
-    def _upsert(self, obj: Json) -> None:
-        key, metadata = ObjectKey.of(obj), obj["metadata"]
-        entry = _Entry(metadata.get("uid", ""), metadata.get("resourceVersion", ""), self._decode(obj))
+    def _upsert(self, key: ObjectKey, entry: _Entry[T]) -> None:
         known = self.store._entries.get(key)  # pyright: ignore[reportPrivateUsage]
         if known is not None and known.uid != entry.uid:
             self._delete(key)

@@ -35,7 +35,6 @@ Query: TypeAlias = Callable[[str], str]
 """PromQL for given label matchers, such as `{model_name="m"}`; "" asks for everything."""
 
 WINDOW_SECONDS = 60
-POD_LABELS = ("pod", "pod_name", "model_server_pod")
 GROUP = "namespace, pod, pod_name, model_server_pod, instance, engine, model_name, llm_d_ai_variant"
 SPLIT_FANOUT = 8
 MAX_QUERIES = 256  # in one cycle with failures; without any it is four
@@ -179,7 +178,7 @@ class PrometheusSource:
             )
         series = tuple(
             SeriesSample(id_, _gauge(kv, kv_age, id_), _gauge(queue, queue_age, id_))
-            for id_ in sorted(kv.keys() | queue.keys(), key=_order)
+            for id_ in sorted(kv.keys() | queue.keys())
             if id_.model not in cycle.failures
         )
         return Snapshot(series=series, failures=cycle.failures, queries=cycle.queries, notes=notes)
@@ -305,24 +304,18 @@ def _ssl_context(config: PrometheusConfig) -> ssl.SSLContext | bool:
 
 
 def _series_id(labels: dict[str, str]) -> SeriesId:
+    get = labels.get
+    pod = get("pod") or get("pod_name") or get("model_server_pod") or ""
     return SeriesId(
-        namespace=labels.get("namespace", ""),
-        pod=next((labels[name] for name in POD_LABELS if labels.get(name)), ""),
-        instance=labels.get("instance", ""),
-        model=labels.get("model_name", ""),
-        engine=labels.get("engine", ""),
-        variant=labels.get("llm_d_ai_variant", ""),
-    )
+        get("namespace", ""), pod, get("instance", ""), get("model_name", ""), get("engine", ""),
+        get("llm_d_ai_variant", ""),
+    )  # fmt: skip
 
 
 def _gauge(values: dict[SeriesId, float], ages: dict[SeriesId, float], id_: SeriesId) -> Gauge | None:
     """A value whose series has no current sample (its target is gone) is no value."""
     value, age = values.get(id_), ages.get(id_)
     return None if value is None or age is None else Gauge.of(value, age)
-
-
-def _order(id_: SeriesId) -> tuple[str, ...]:
-    return (id_.namespace, id_.pod, id_.instance, id_.model, id_.engine, id_.variant)
 
 
 def _now() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 KV_USAGE = "vllm:kv_cache_usage_perc"
 KV_USAGE_OLDER = "vllm:gpu_cache_usage_perc"
@@ -25,9 +25,9 @@ class Gauge:
         return Gauge(value, max(0.0, age)) if math.isfinite(value) else None
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesId:
-    """The labels that tell one engine of one server from another; "" where a label is absent."""
+class SeriesId(NamedTuple):
+    """The labels that tell one engine of one server from another; "" where a label is absent. (A tuple,
+    because every cycle files tens of thousands of them in dictionaries.)"""
 
     namespace: str
     pod: str
