@@ -209,7 +209,7 @@ class TestA10WhoseNumbers:
 
     async def test_several_series_of_one_engine_count_once(self, fleet: Fleet, harness: Harness) -> None:
         base = self.series("dep-a-7d9f8-x2x4q", "10.0.0.11:8000", queue=4)
-        adapter = replace(base, id=replace(base.id, model="adapter"))
+        adapter = replace(base, id=base.id._replace(model="adapter"))
         samples, _ = await self.attributed(fleet, harness, base, adapter)
         sample = samples["dep-a-7d9f8-x2x4q"]
         assert (sample.engines, sample.queue_length.value) == (1, 4)

@@ -1,4 +1,4 @@
-"""Well-known names: labels, annotations, ConfigMaps, metrics. Facts shared with WVA; see docs/contract."""
+"""Well-known names: labels, annotations, ConfigMaps, metrics. Facts shared with WVA; see docs/autoscaler.md."""
 
 from __future__ import annotations
 
