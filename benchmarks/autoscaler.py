@@ -117,7 +117,7 @@ async def cycle(addresses: dict[str, str]) -> dict[str, Any]:
             await controller.engine.cycle()
             cpu.append(time.process_time() - begun)
             wall.append(time.perf_counter() - start)
-        queries = (await source.collect({f"m{n:04}" for n in range(VARIANTS)}, deadline=8)).queries
+        queries = (await source.collect({f"m{n:04}": None for n in range(VARIANTS)}, deadline=8)).queries
         decisions = controller.decisions.all()
         assert all(d.metrics.status for d in decisions), decisions[0].metrics
         task.cancel()

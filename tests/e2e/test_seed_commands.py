@@ -12,6 +12,7 @@ import orjson
 import pytest
 import yaml
 from tests.conftest import CRDS, Kubectl, create_namespace, eventually, program
+from tests.integration.fleet import plain_crd
 from tests.integration.prometheus import prometheus
 
 from tidemill.api.names import DEFAULT_NAMESPACE
@@ -30,20 +31,6 @@ RELABELING = {
     "targetLabel": "llm_d_ai_variant",
     "action": "replace",
 }
-
-
-def plain_crd(group: str, version: str, plural: str, kind: str, short: str = "") -> Json:
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    return {
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group, "scope": "Namespaced",
-            "names": {"plural": plural, "kind": kind, "singular": kind.lower(), "shortNames": short.split()},
-            "versions": [
-                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-            ],
-        },
-    }  # fmt: skip
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import itertools
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.controller import ActuationMode, Controller, ControllerOptions
-from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
+from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import rfc3339, utc_now
 from tidemill.kube.conditions import find_condition
@@ -27,6 +27,7 @@ from tidemill.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     EVENTS,
+    HORIZONTAL_POD_AUTOSCALERS,
     PODS,
     REPLICA_SETS,
     Json,
@@ -47,17 +48,19 @@ class ScriptedSource:
     def __init__(self) -> None:
         self.numbers: dict[str, SeriesSample] = {}
         self.failures: dict[str, str] = {}
+        self.requests: dict[tuple[str, str], float] = {}
+        self.retentions: dict[str, float | None] = {}
         self.targets: list[ScrapeTarget] = []
 
     def put(
         self, pod: str, kv: float | None, queue: float | None, *, model: str = MODEL, age: float = 1.0,
-        namespace: str = NAMESPACE,
+        namespace: str = NAMESPACE, running: float | None = None,
     ) -> None:  # fmt: skip
         def gauge(value: float | None) -> Gauge | None:
             return None if value is None else Gauge(value, age)
 
         id_ = SeriesId(namespace, pod, "", model)
-        self.numbers[f"{namespace}/{pod}/{model}"] = SeriesSample(id_, gauge(kv), gauge(queue))
+        self.numbers[f"{namespace}/{pod}/{model}"] = SeriesSample(id_, gauge(kv), gauge(queue), gauge(running))
 
     def put_all(self, pods: Iterable[str], kv: float, queue: float, **more: Any) -> None:
         for pod in pods:
@@ -70,8 +73,11 @@ class ScriptedSource:
     def set_targets(self, targets: Iterable[ScrapeTarget]) -> None:
         self.targets = sorted(targets)
 
-    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
-        return Snapshot(series=tuple(self.numbers.values()), failures=dict(self.failures))
+    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
+        self.retentions = dict(models)
+        return Snapshot(
+            series=tuple(self.numbers.values()), failures=dict(self.failures), requests=dict(self.requests)
+        )
 
     async def close(self) -> None:
         pass
@@ -115,6 +121,34 @@ class Fleet:
         for index, pod in enumerate(names):
             await self.pod(pod, name, ready=ready is None or index < ready)
         return names
+
+    async def hpa(self, name: str, target: str, **more: Any) -> Json:
+        return await self.scaler("HorizontalPodAutoscaler", name, target, **{"maxReplicas": 50, **more})
+
+    async def scaler(
+        self, kind: str, name: str, target: str, *, model: str = MODEL, cost: str | None = None,
+        managed: bool = True, annotations: dict[str, str] | None = None, labels: dict[str, str] | None = None,
+        **spec: Any,
+    ) -> Json:  # fmt: skip
+        """An HPA or ScaledObject, annotated as a managed one unless told otherwise."""
+        resource = HORIZONTAL_POD_AUTOSCALERS if kind == "HorizontalPodAutoscaler" else SCALED_OBJECTS
+        marks = {"llm-d.ai/managed": "true", "llm-d.ai/model-id": model} if managed else {}
+        marks |= {"llm-d.ai/variant-cost": cost} if cost else {}
+        body: Json = {
+            "metadata": {"name": name, "annotations": marks | (annotations or {}), "labels": labels or {}},
+            "spec": {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": target}, **spec},
+        }
+        return await self.client.create(resource, body, self.namespace)
+
+    async def has_pods(self, deployment: str, count: int) -> None:
+        """Make the pods of a Deployment as many as a kubelet would by now have running."""
+        page = await self.client.list(PODS, self.namespace)
+        names = {p["metadata"]["name"] for p in page.items if p["metadata"]["name"].startswith(f"{deployment}-")}
+        wanted = {f"{deployment}-{i}" for i in range(count)}
+        for name in names - wanted:
+            await self.client.delete(PODS, name, self.namespace)
+        for name in sorted(wanted - names):
+            await self.pod(name, deployment)
 
     async def pod(
         self, name: str, deployment: str | None, *, ready: bool = True, ip: str | None = None,
@@ -161,6 +195,21 @@ class Fleet:
     async def events(self, reason: str, namespace: str | None = None) -> list[Json]:
         page = await self.client.list(EVENTS, namespace or self.namespace)
         return [event for event in page.items if event["reason"] == reason]
+
+
+def plain_crd(group: str, version: str, plural: str, kind: str, short: str = "") -> Json:
+    """A CRD that checks nothing, for kinds of which only names matter."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return {
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group, "scope": "Namespaced",
+            "names": {"plural": plural, "kind": kind, "singular": kind.lower(), "shortNames": short.split()},
+            "versions": [
+                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+            ],
+        },
+    }  # fmt: skip
 
 
 def _owner(api_version: str, kind: str, obj: Json) -> Json:

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 from tests.conftest import CRDS, create_namespace, eventually
-from tests.integration.fleet import MODEL, NAMESPACE, OPTIONS, SCALE, Fleet, Harness, ScriptedSource, running
+from tests.integration.fleet import (
+    MODEL,
+    NAMESPACE,
+    OPTIONS,
+    SCALE,
+    Fleet,
+    Harness,
+    ScriptedSource,
+    plain_crd,
+    running,
+)
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
@@ -119,27 +129,30 @@ async def test_a05_a_failing_query_holds_its_own_model_only(fleet: Fleet, harnes
 
 
 async def test_a06_start_and_floor_while_prometheus_is_away(wva: LocalCluster, fleet: Fleet) -> None:
-    """Variants A and B of the case; its managed HPA needs discovery of scalers, which is not built yet."""
+    await fleet.config_map("wva-model-scale-to-zero-config", {"b": "model_id: b\nenable_scale_to_zero: true"})
     pods = await fleet.deployment("dep-a", 4)
     await fleet.variant("va-a", "dep-a", minReplicas=1)
     await fleet.deployment("dep-b", 0)
-    await fleet.variant("va-b", "dep-b")
+    await fleet.variant("va-b", "dep-b", modelID="b")
+    await fleet.deployment("dep-c", 5)
+    await fleet.hpa("hpa-c", "dep-c", model="c", minReplicas=1)
     source = ScriptedSource()
     source.put_all(pods, 0.6, 1)
     async with running(wva.client, source=source) as before:
         await before.cycle()
         assert before.desired("va-a") == 4
     away = ScriptedSource()
-    away.failures = {MODEL: "http://p cannot be reached: connection refused"}
+    away.failures = dict.fromkeys((MODEL, "b", "c"), "http://p cannot be reached: connection refused")
     async with running(wva.client, source=away) as harness:
-        exported: set[tuple[int | None, int | None]] = set()
+        names = ("va-a", "va-b", "hpa-c")
+        exported: set[tuple[int | None, ...]] = {tuple(harness.desired(n) for n in names)}
         for _ in range(4):
             await harness.cycle()
-            exported.add((harness.desired("va-a"), harness.desired("va-b")))
-        assert exported == {(4, 0)}
+            exported.add(tuple(harness.desired(n) for n in names))
+        assert exported == {(4, 0, 5)}
         await fleet.client.patch(VARIANT_AUTOSCALINGS, "va-a", {"spec": {"minReplicas": 6}}, NAMESPACE)
         await harness.cycle()
-        assert (harness.desired("va-a"), harness.desired("va-b")) == (6, 0)
+        assert tuple(harness.desired(n) for n in names) == (6, 0, 5)
         assert (await fleet.condition("va-a", "MetricsAvailable"))["reason"] == "PrometheusError"
 
 
@@ -247,20 +260,84 @@ async def test_a_replica_set_of_a_namesake_does_not_attribute(fleet: Fleet, harn
     assert harness.desired("va") == 1
 
 
-@pytest.mark.parametrize(
-    ("minimum", "current", "want"), [(0, 1, 1), (None, 1, 1), (1, 1, 1), (3, 1, 3), (0, 0, 0), (1, 0, 0)]
-)
-async def test_a24_a_minimum_of_zero_is_zero(
-    fleet: Fleet, harness: Harness, minimum: int | None, current: int, want: int
-) -> None:
-    """With scale to zero off, which is all that this version has: idle fleets rest at one, and what is at
-    zero stays there. Scalers of KEDA and HPA come with their discovery."""
-    pods = await fleet.deployment("dep", current)
-    await fleet.variant("va", "dep", **({} if minimum is None else {"minReplicas": minimum}))
-    harness.source.put_all(pods, 0.0, 0)
-    for _ in range(3):
-        await harness.cycle()
-    assert harness.desired("va") == want
+class TestA24AMinimumOfZero:
+    RETENTION = 600
+
+    async def desired(
+        self, wva: LocalCluster, fleet: Fleet, kind: str, spec: Json, *, current: int = 1, zero: bool = True,
+        requests: float | None = 0, running_requests: float = 0, ready_minutes: float = 60,
+    ) -> int | None:  # fmt: skip
+        """What is decided for a managed scaler of an idle model."""
+        await wva.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await fleet.config_map(
+            "wva-model-scale-to-zero-config", {"default": f"enable_scale_to_zero: {str(zero).lower()}"}
+        )
+        pods = await fleet.deployment("dep", current)
+        for pod in pods:
+            await fleet.set_ready(pod, True, since=utc_now() - dt.timedelta(minutes=ready_minutes))
+        await fleet.scaler(kind, "scaler", "dep", **spec)
+        source = ScriptedSource()
+        for pod in pods:
+            source.put(pod, 0.0, 0, running=running_requests)
+        if requests is not None:
+            source.requests = {(NAMESPACE, MODEL): requests}
+        async with running(wva.client, source=source) as harness:
+            for _ in range(3):
+                await harness.cycle()
+            assert source.retentions == {MODEL: self.RETENTION if zero else None}
+            return harness.desired("scaler")
+
+    @pytest.mark.parametrize(
+        ("kind", "spec", "want"),
+        [
+            ("ScaledObject", {"minReplicaCount": 0}, 0),
+            ("ScaledObject", {}, 0),
+            ("ScaledObject", {"minReplicaCount": 1}, 1),
+            ("ScaledObject", {"minReplicaCount": 3}, 3),
+            ("HorizontalPodAutoscaler", {"maxReplicas": 9}, 1),
+            ("HorizontalPodAutoscaler", {"minReplicas": 0, "maxReplicas": 9}, 0),
+            ("HorizontalPodAutoscaler", {"minReplicas": 2, "maxReplicas": 9}, 2),
+        ],
+    )
+    async def test_idle_past_retention(
+        self, wva: LocalCluster, fleet: Fleet, kind: str, spec: Json, want: int
+    ) -> None:
+        assert await self.desired(wva, fleet, kind, spec) == want
+
+    async def test_zero_stays_zero(self, wva: LocalCluster, fleet: Fleet) -> None:
+        assert await self.desired(wva, fleet, "ScaledObject", {"minReplicaCount": 0}, current=0) == 0
+
+    async def test_not_when_it_is_off(self, wva: LocalCluster, fleet: Fleet) -> None:
+        assert await self.desired(wva, fleet, "ScaledObject", {"minReplicaCount": 0}, zero=False) == 1
+
+    @pytest.mark.parametrize(
+        "known",
+        [{"requests": 1}, {"requests": None}, {"running_requests": 1}, {"ready_minutes": 9}],
+        ids=["used", "unknown", "running", "just-woken"],
+    )
+    async def test_not_unless_it_is_known_to_be_idle(self, wva: LocalCluster, fleet: Fleet, known: Json) -> None:
+        assert await self.desired(wva, fleet, "ScaledObject", {}, **known) == 1
+
+
+async def test_in_use_again_before_it_slept(fleet: Fleet, harness: Harness) -> None:
+    await fleet.config_map("wva-model-scale-to-zero-config", {"default": "enable_scale_to_zero: true"})
+    (pod,) = await fleet.deployment("dep", 1)
+    await fleet.variant("va", "dep")
+    harness.source.put(pod, 0.0, 0, running=0)
+    harness.source.requests = {(NAMESPACE, MODEL): 0}
+    await harness.cycle()
+    assert harness.desired("va") == 0
+    # Nobody has moved the replicas yet, and a request comes.
+    harness.source.put(pod, 0.1, 0, running=1)
+    await harness.cycle()
+    assert harness.desired("va") == 1
+    # Nor does a lost scrape put it to sleep.
+    harness.source.put(pod, 0.0, 0, running=0)
+    await harness.cycle()
+    assert harness.desired("va") == 0
+    harness.source.lose(pod)
+    await harness.cycle()
+    assert harness.desired("va") == 1
 
 
 async def test_a31_two_variants_of_one_target(fleet: Fleet, harness: Harness) -> None:
@@ -280,6 +357,95 @@ async def test_a31_two_variants_of_one_target(fleet: Fleet, harness: Harness) ->
     await harness.cycle()
     assert harness.desired("va-1") is None
     assert harness.desired("va-2") == 3
+
+
+async def test_a31_an_hpa_that_follows_one_and_moves_another(fleet: Fleet, harness: Harness) -> None:
+    await fleet.deployment("dep-b", 1)
+    await fleet.deployment("dep-c", 1)
+    await fleet.variant("va-3", "dep-b")
+    metric = {"type": "External", "external": {
+        "metric": {"name": "wva_desired_replicas", "selector": {"matchLabels": {"variant_name": "va-3"}}},
+        "target": {"type": "AverageValue", "averageValue": "1"},
+    }}  # fmt: skip
+    await fleet.scaler("HorizontalPodAutoscaler", "hpa", "dep-c", managed=False, maxReplicas=5, metrics=[metric])
+    for _ in range(3):
+        await harness.cycle()
+        harness.controller._periodic_pass()
+        await harness.settle()
+    (event,) = await fleet.events("ScaleTargetMismatch")
+    assert event["count"] == 1
+    for word in ("va-3", "dep-b", "dep-c"):
+        assert word in event["message"]
+
+
+class TestManagedScalers:
+    @pytest.fixture
+    async def keda(self, wva: LocalCluster) -> None:
+        await wva.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+
+    async def said(self, harness: Harness, fleet: Fleet, reason: str) -> list[tuple[str, str]]:
+        await harness.cycle()
+        harness.controller._periodic_pass()
+        await harness.settle()
+        return sorted((e["involvedObject"]["name"], e["message"]) for e in await fleet.events(reason))
+
+    async def test_an_annotated_hpa_is_a_variant(self, fleet: Fleet, harness: Harness) -> None:
+        pods = await fleet.deployment("dep", 2)
+        await fleet.hpa(
+            "hpa", "dep", cost="2.5", minReplicas=1, labels={"inference.optimization/acceleratorName": "H100"}
+        )
+        harness.source.put_all(pods, 0.9, 9)
+        await harness.cycle()
+        assert harness.desired("hpa") == 3
+        assert 'accelerator_type="H100"' in harness.series()
+        (event,) = await fleet.events("ScaledUp")
+        assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == (
+            "HorizontalPodAutoscaler",
+            "hpa",
+        )
+        assert not (await fleet.client.list(VARIANT_AUTOSCALINGS, NAMESPACE)).items
+
+    async def test_it_is_decided_for_at_once(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.deployment("dep", 2)
+        await fleet.hpa("hpa", "dep")
+        await eventually(lambda: harness.desired("hpa") == 2, within=1.0)
+
+    @pytest.mark.usefixtures("keda")
+    async def test_a_scaled_object_wins_over_an_hpa(self, wva: LocalCluster, fleet: Fleet) -> None:
+        await fleet.deployment("dep", 2)
+        await fleet.hpa("hpa", "dep")
+        await fleet.scaler("ScaledObject", "so", "dep")
+        async with running(wva.client) as harness:
+            ((about, message),) = await self.said(harness, fleet, "TargetConflict")
+            assert about == "hpa"
+            assert "ScaledObject so" in message
+            assert (harness.desired("so"), harness.desired("hpa")) == (2, None)
+
+    async def test_two_of_one_kind_are_an_error_that_names_both(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.deployment("dep", 2)
+        await fleet.hpa("one", "dep")
+        await fleet.hpa("two", "dep")
+        found = await self.said(harness, fleet, "TargetConflict")
+        assert [about for about, _ in found] == ["one", "two"]
+        assert all("one and two" in message for _, message in found)
+        assert (harness.desired("one"), harness.desired("two")) == (None, None)
+
+    @pytest.mark.parametrize(
+        ("annotations", "words"),
+        [
+            ({"llm-d.ai/model-id": ""}, "metadata.annotations[llm-d.ai/model-id]: invalid value '': is required"),
+            ({"llm-d.ai/variant-cost": "-1"}, "metadata.annotations[llm-d.ai/variant-cost]: invalid value '-1'"),
+        ],
+    )
+    async def test_bad_annotations_are_said_on_the_scaler(
+        self, fleet: Fleet, harness: Harness, annotations: dict[str, str], words: str
+    ) -> None:
+        await fleet.deployment("dep", 1)
+        await fleet.hpa("hpa", "dep", annotations=annotations)
+        ((about, message),) = await self.said(harness, fleet, "InvalidConfiguration")
+        assert about == "hpa"
+        assert words in message
+        assert harness.desired("hpa") is None
 
 
 class TestA35Scope:
@@ -504,7 +670,62 @@ class TestBadInput:
         assert await fleet.events("GlobalConfigMapDeleted", DEFAULT_NAMESPACE)
 
 
+async def test_w1_a_crd_that_refuses_partial_and_empty_allocations(api_only: LocalCluster) -> None:
+    """The original's CRD: accelerator and numReplicas are required whenever the allocation is there."""
+    from tidemill.api.crd import variant_autoscaling_crd
+
+    crd = variant_autoscaling_crd()
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+    schema["desiredOptimizedAlloc"] |= {"required": ["accelerator", "numReplicas"]}
+    await api_only.client.create(CRDS, crd)
+    for name in (NAMESPACE, DEFAULT_NAMESPACE):
+        await create_namespace(api_only.client, name)
+    fleet = Fleet(api_only.client)
+    pods = await fleet.deployment("dep", 1)
+    await fleet.variant("va", "dep")
+    async with running(api_only.client) as harness:
+        for kv, replicas in ((0.5, 1), (0.95, 2)):
+            harness.source.put_all(pods, kv, 0)
+            await harness.cycle()
+            alloc = (await fleet.status("va"))["desiredOptimizedAlloc"]
+            assert (alloc["numReplicas"], alloc["accelerator"]) == (replicas, "A100")
+        await fleet.client.delete(DEPLOYMENTS, "dep", NAMESPACE)
+
+        async def cleared() -> bool:
+            status = await fleet.status("va")
+            return "desiredOptimizedAlloc" not in status and bool(status.get("conditions"))
+
+        await eventually(cleared, within=2)
+
+
 class TestRestart:
+    STORY = ((0.3, 0), (0.9, 9), (0.9, 9), (0.85, 2), (0.75, 1), (0.6, 0), (0.2, 0), (0.1, 0), (0.1, 0))
+
+    @pytest.mark.parametrize("restart_before", [None, *range(9)])
+    async def test_at_any_point(self, wva: LocalCluster, fleet: Fleet, restart_before: int | None) -> None:
+        """The same story, whole and with a restart before any of its cycles."""
+        await fleet.deployment("dep", 1)
+        await fleet.variant("va", "dep")
+        source = ScriptedSource()
+        told: list[int | None] = []
+        context = running(wva.client, source=source, **SCALE)
+        harness = await context.__aenter__()
+        for number, (kv, queue) in enumerate(self.STORY):
+            replicas = (await fleet.client.get(DEPLOYMENTS, "dep", NAMESPACE))["spec"]["replicas"]
+            await fleet.has_pods("dep", replicas)
+            source.numbers.clear()
+            source.put_all([f"dep-{i}" for i in range(replicas)], kv, queue)
+            if number == restart_before:
+                await context.__aexit__(None, None, None)
+                context = running(wva.client, source=source, **SCALE)
+                harness = await context.__aenter__()
+                # Its first cycle was this one.
+            else:
+                await harness.cycle()
+            told.append(harness.desired("va"))
+        await context.__aexit__(None, None, None)
+        assert told == [1, 2, 3, 4, 5, 5, 4, 3, 2]
+
     async def test_a_successor_comes_to_the_same_decision(self, wva: LocalCluster, fleet: Fleet) -> None:
         pods = await fleet.deployment("dep", 2)
         await fleet.variant("va", "dep")

@@ -57,7 +57,7 @@ async def source_of(url: str, **more: Any) -> AsyncIterator[PrometheusSource]:
 
 async def collected(source: PrometheusSource, models: set[str], count: int) -> Snapshot:
     async def enough() -> Snapshot | None:
-        found = await source.collect(models, deadline=8)
+        found = await source.collect(dict.fromkeys(models), deadline=8)
         whole = [s for s in found.series if s.kv_usage and s.queue_length]
         return found if len(whole) >= count else None
 
@@ -77,7 +77,7 @@ async def test_both_sources_give_the_same_samples(tmp_path: Path) -> None:
                 left = await collected(queried, {"m1", "m2"}, 2)
 
                 async def scraped() -> Snapshot | None:
-                    found = await direct.collect({"m1", "m2"}, deadline=8)
+                    found = await direct.collect({"m1": None, "m2": None}, deadline=8)
                     return found if len(found.series) == 2 else None
 
                 right = await eventually(scraped)
@@ -125,7 +125,7 @@ async def test_a_target_that_is_gone_gives_no_value(tmp_path: Path) -> None:
         await server.aclose()
 
         async def gone() -> bool:
-            found = await source.collect({"m"}, deadline=8)
+            found = await source.collect({"m": None}, deadline=8)
             return all(s.kv_usage is None and s.queue_length is None for s in found.series)
 
         await eventually(gone, within=10)
@@ -139,7 +139,7 @@ async def test_nan_is_no_value(tmp_path: Path) -> None:
             async with source_of(url) as source:
 
                 async def seen() -> SeriesSample | None:
-                    found = (await source.collect({"m"}, deadline=8)).series
+                    found = (await source.collect({"m": None}, deadline=8)).series
                     return found[0] if found and found[0].queue_length else None
 
                 sample = await eventually(seen, within=20)
@@ -162,7 +162,7 @@ async def test_a04_the_window_is_shorter_than_the_scrape_interval(
             states: list[Freshness] = []
             notes: set[str] = set()
             for _ in range(50):
-                snapshot = await source.collect({"m"}, deadline=8)
+                snapshot = await source.collect({"m": None}, deadline=8)
                 (sample,) = snapshot.series
                 # Through every cycle there is a value, whatever its age.
                 assert sample.kv_usage.value == 0.5
@@ -255,6 +255,51 @@ async def test_w4_rendered_manifests_select_on_the_label_that_is_there(tmp_path:
                 await prom.close()
 
 
+@pytest.mark.prometheus
+async def test_both_sources_know_what_was_served(tmp_path: Path) -> None:
+    """Use within a retention of 3 s: a model that serves, one that does not, one whose counter nobody has."""
+    served = 0
+
+    def content() -> str:
+        lines = [exposition(("busy", 0.1, 0), ("idle", 0.0, 0), ("silent", 0.0, 0))]
+        lines += [
+            f'vllm:num_requests_running{{model_name="{m}",engine="0"}} {n}\n'
+            for m, n in (("busy", 2), ("idle", 0))
+        ]
+        for model, count in (("busy", served), ("idle", 7)):
+            for reason in ("stop", "length"):
+                labels = f'{{model_name="{model}",engine="0",finished_reason="{reason}"}}'
+                lines.append(f"vllm:request_success_total{labels} {count}\n")
+        return "".join(lines)
+
+    models: dict[str, float | None] = {"busy": 3.0, "idle": 3.0, "silent": 3.0, "other": None}
+    async with serving(content) as address:
+        async with prometheus(tmp_path, [static("a", address, namespace="n", pod="p")]) as url:
+            async with source_of(url) as queried:
+                direct = DirectSource(interval=0.1, window=60)
+                direct.set_targets([ScrapeTarget("n", "p", "u", address)])
+
+                async def agreed(want: dict[tuple[str, str], bool]) -> bool:
+                    nonlocal served
+                    served += 1 if want.get(("n", "busy")) else 0
+                    found = [await source.collect(models, deadline=8) for source in (queried, direct)]
+                    seen = [{key: value > 0 for key, value in snapshot.requests.items()} for snapshot in found]
+                    return seen == [want, want]
+
+                try:
+                    # Until a whole retention has been watched, nothing is said to be unused.
+                    first = await direct.collect(models, deadline=8)
+                    assert first.requests.get(("n", "idle")) is None
+                    await eventually(lambda: agreed({("n", "busy"): True, ("n", "idle"): False}), within=20)
+                    for source in (queried, direct):
+                        series = (await source.collect(models, deadline=8)).series
+                        running = {s.id.model: s.running and s.running.value for s in series}
+                        assert running == {"busy": 2, "idle": 0, "silent": None}
+                    await eventually(lambda: agreed({("n", "busy"): False, ("n", "idle"): False}), within=20)
+                finally:
+                    await direct.close()
+
+
 # A fake Prometheus, for what a real one cannot be made to do.
 
 Answer = Callable[[str, web.Request], Any]
@@ -307,7 +352,7 @@ class TestA05OneFailingQuery:
         async with fake_prometheus(answer) as (url, seen), source_of(url) as source:
             clock = asyncio.get_running_loop().time
             start = clock()
-            found = await source.collect(set(self.MODELS), deadline=8)
+            found = await source.collect(dict.fromkeys(self.MODELS), deadline=8)
             return found, clock() - start, seen
 
     def check(self, found: Snapshot, word: str) -> None:
@@ -356,13 +401,13 @@ class TestA05OneFailingQuery:
             return vector(query, models)
 
         async with fake_prometheus(answer) as (url, seen), source_of(url) as source:
-            found = await source.collect(set(models), deadline=8)
+            found = await source.collect(dict.fromkeys(models), deadline=8)
             assert list(found.failures) == ["m7"]
             assert len(found.series) == 199
             assert len(seen) == found.queries <= 4 * 25
             # In the next cycle it is tried again.
             count = len(seen)
-            await source.collect(set(models), deadline=8)
+            await source.collect(dict.fromkeys(models), deadline=8)
             assert len(seen) > count
 
 
@@ -370,7 +415,7 @@ async def test_queries_do_not_grow_with_the_number_of_models() -> None:
     models = {f"m{n}": (0.5, 0.0) for n in range(500)}
     async with fake_prometheus(lambda query, request: vector(query, models)) as (url, seen):
         async with source_of(url) as source:
-            found = await source.collect(set(models), deadline=8)
+            found = await source.collect(dict.fromkeys(models), deadline=8)
             assert len(found.series) == 500
             assert len(seen) == found.queries == 4
 
@@ -415,7 +460,7 @@ async def test_w10_a_rotated_token_is_read_again(tmp_path: Path) -> None:
 )  # fmt: skip
 async def test_answers_that_are_none_hold_and_say_so(answer: Answer, words: list[str]) -> None:
     async with fake_prometheus(answer) as (url, _), source_of(url) as source:
-        found = await source.collect({"m"}, deadline=8)
+        found = await source.collect({"m": None}, deadline=8)
         assert not found.series
         for word in words:
             assert word in found.failures["m"]
@@ -423,7 +468,7 @@ async def test_answers_that_are_none_hold_and_say_so(answer: Answer, words: list
 
 async def test_nobody_there() -> None:
     async with source_of("http://127.0.0.1:1") as source:
-        found = await source.collect({"a", "b"}, deadline=8)
+        found = await source.collect({"a": None, "b": None}, deadline=8)
         assert set(found.failures) == {"a", "b"}
         assert "cannot be reached" in found.failures["a"]
         assert found.queries == 4

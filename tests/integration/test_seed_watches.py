@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 from tests.conftest import CRDS, eventually
-from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
+from tests.integration.fleet import NAMESPACE, Fleet, Harness, plain_crd, running
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
@@ -163,18 +163,7 @@ class TestWhatIsBlocked:
 
 
 class TestServiceMonitor:
-    CRD: Json = {  # noqa: RUF012
-        "metadata": {"name": "servicemonitors.monitoring.coreos.com"},
-        "spec": {
-            "group": "monitoring.coreos.com",
-            "scope": "Namespaced",
-            "names": {"plural": "servicemonitors", "kind": "ServiceMonitor"},
-            "versions": [
-                {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": {
-                    "type": "object", "x-kubernetes-preserve-unknown-fields": True}}}
-            ],
-        },
-    }  # fmt: skip
+    CRD = plain_crd("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor")
     NAME = "wva-controller-manager-metrics-monitor"
 
     async def create(self, wva: LocalCluster, name: str, **metadata: Any) -> None:

@@ -42,6 +42,7 @@ class ManagerConfig:
     interval: float = 60.0
     freshness: FreshnessThresholds = FreshnessThresholds()
     prometheus: PrometheusConfig = PrometheusConfig()
+    scale_to_zero: bool = False  # for models that no entry of the scale-to-zero map speaks of
 
 
 def _boolean(text: str) -> bool:
@@ -81,6 +82,7 @@ class _Key:
 
 KEYS: Mapping[str, _Key] = {
     "GLOBAL_OPT_INTERVAL": _Key("", "interval", _interval),
+    "WVA_SCALE_TO_ZERO": _Key("", "scale_to_zero", _boolean),
     "PROMETHEUS_BASE_URL": _Key("prometheus", "base_url", _url, True),
     "PROMETHEUS_TLS_INSECURE_SKIP_VERIFY": _Key("prometheus", "tls_insecure_skip_verify", _boolean, True),
     "PROMETHEUS_CA_CERT_PATH": _Key("prometheus", "ca_cert_path", str, True),

@@ -12,7 +12,8 @@ DEFAULT_LEADER_ELECTION_ID = "72dd1cf1.llm-d.ai"
 MANAGER_CONFIG = "wva-manager-config"
 MANAGER_CONFIG_OLDER = "wva-variantautoscaling-config"
 SATURATION_CONFIG = "wva-saturation-scaling-config"
-WELL_KNOWN_CONFIG_MAPS = frozenset({MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG})
+SCALE_TO_ZERO_CONFIG = "wva-model-scale-to-zero-config"
+WELL_KNOWN_CONFIG_MAPS = frozenset({MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG, SCALE_TO_ZERO_CONFIG})
 
 SERVICE_MONITOR = "wva-controller-manager-metrics-monitor"
 
@@ -33,3 +34,8 @@ ACCELERATOR_KEYS = (
     "cloud.google.com/gke-accelerator",
 )
 UNKNOWN_ACCELERATOR = "unknown"
+
+# Annotations of a HorizontalPodAutoscaler or ScaledObject that stands for a variant.
+MANAGED_ANNOTATION = "llm-d.ai/managed"
+MODEL_ID_ANNOTATION = "llm-d.ai/model-id"
+VARIANT_COST_ANNOTATION = "llm-d.ai/variant-cost"

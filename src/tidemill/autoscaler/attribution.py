@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant, usable
+from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
 from tidemill.autoscaler.world import World
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Gauge, SeriesSample
@@ -31,6 +31,7 @@ class PodSample:
     engines: int
     kv_usage: Gauge | None
     queue_length: Gauge | None
+    running: Gauge | None
     models: frozenset[str]
 
 
@@ -91,7 +92,7 @@ class Ownership:
         self._by_deployment: dict[str, ObjectKey] = {}  # uid of the Deployment: variant
         for variant in world.our_variants():
             target = world.target_of(variant)
-            if target is not None and world.owner_of_target(variant).key == variant.key:
+            if target is not None and _is(variant, world.decider(variant.spec.target)):
                 self.variants[variant.key] = (variant, target)
                 self._by_deployment[target.uid] = variant.key
 
@@ -99,10 +100,9 @@ class Ownership:
         """The variant that `pod` is a replica of: the one its label names, else the one whose target
         controls it through a ReplicaSet, all told by uid."""
         if pod.variant_label:
-            view = self._world.variants.store.get(ObjectKey(pod.key.namespace, pod.variant_label))
-            named = usable(view) if view is not None and self._world.is_ours(view) else None
-            if named is not None:
-                return self._world.owner_of_target(named).key
+            key = ObjectKey(pod.key.namespace, pod.variant_label)
+            if key in self.variants:
+                return key
         if pod.owner is None or pod.owner.kind != "ReplicaSet":
             return None
         for replica_set in self._world.replica_sets.store.by_index("uid", pod.owner.uid):
@@ -110,6 +110,10 @@ class Ownership:
             if owner is not None and owner.kind == "Deployment":
                 return self._by_deployment.get(owner.uid)
         return None
+
+
+def _is(variant: ValidVariant, other: ValidVariant | None) -> bool:
+    return other is not None and (other.key, other.uid) == (variant.key, variant.uid)
 
 
 def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
@@ -120,11 +124,13 @@ def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
         engines.setdefault((sample.id.pod, sample.id.instance, sample.id.engine), []).append(sample)
     kv = [_largest([s.kv_usage for s in found]) for found in engines.values()]
     queue = [_largest([s.queue_length for s in found]) for found in engines.values()]
+    running = [_largest([s.running for s in found]) for found in engines.values()]
     return PodSample(
         pod=pod,
         engines=len(engines),
         kv_usage=_combine(kv, mean=True),
         queue_length=_combine(queue, mean=False),
+        running=_combine(running, mean=False),
         models=frozenset(s.id.model for s in series if s.id.model),
     )
 

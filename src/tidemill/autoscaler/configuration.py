@@ -20,13 +20,24 @@ from tidemill.api.manager_config import (
     restart_needed,
     with_immutable_of,
 )
-from tidemill.api.names import MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG
+from tidemill.api.names import (
+    MANAGER_CONFIG,
+    MANAGER_CONFIG_OLDER,
+    SATURATION_CONFIG,
+    SCALE_TO_ZERO_CONFIG,
+)
 from tidemill.api.problem import Problem
 from tidemill.api.saturation_config import (
     SaturationMap,
     SaturationSettings,
     read_saturation_map,
     resolve_saturation,
+)
+from tidemill.api.scale_to_zero_config import (
+    ScaleToZeroMap,
+    ScaleToZeroSettings,
+    read_scale_to_zero_map,
+    resolve_scale_to_zero,
 )
 from tidemill.autoscaler.views import ConfigMapView
 from tidemill.kube.resources import ObjectKey
@@ -56,6 +67,7 @@ class Configuration:
             raise ValueError("; ".join(str(problem) for problem in problems))
         self._manager_maps: dict[str, ConfigMapView] = {}
         self._saturation: dict[str, tuple[ConfigMapView, SaturationMap]] = {}  # by namespace
+        self._scale_to_zero: dict[str, tuple[ConfigMapView, ScaleToZeroMap]] = {}  # by namespace
         self._problems: dict[tuple[ObjectKey, str], tuple[ConfigMapView, list[Problem]]] = {}
         self._told: set[Problem] = set()
         self._running: ManagerConfig | None = None
@@ -74,6 +86,13 @@ class Configuration:
             )
             self._saturation[view.key.namespace] = (view, layers)
             self._tell(view, problems)
+        elif view.key.name == SCALE_TO_ZERO_CONFIG:
+            before = self._scale_to_zero.get(view.key.namespace)
+            found, problems = read_scale_to_zero_map(
+                view.data, object_name=_name(view.key), last_good=None if before is None else before[1]
+            )
+            self._scale_to_zero[view.key.namespace] = (view, found)
+            self._tell(view, problems)
         elif view.key.namespace == self._namespace:
             self._manager_maps[view.key.name] = view
             self._read_manager(view)
@@ -83,7 +102,8 @@ class Configuration:
         """A well-known ConfigMap is gone: a local one falls back to the global one, a global one stays in
         force until there is another."""
         if view.key.namespace != self._namespace:
-            self._saturation.pop(view.key.namespace, None)
+            maps = self._saturation if view.key.name == SATURATION_CONFIG else self._scale_to_zero
+            maps.pop(view.key.namespace, None)
             return
         message = f"{_name(view.key)} was deleted: its last good values stay in force"
         log.warning(message)
@@ -93,9 +113,7 @@ class Configuration:
         self, *, model: str, namespace: str, accelerator: str, tracked: bool
     ) -> tuple[SaturationSettings, tuple[Problem, ...]]:
         """Thresholds for one model. Layers that break a rule after merging are reported, once."""
-        places = [self._namespace]
-        if tracked and namespace != self._namespace:
-            places.append(namespace)
+        places = self._places(namespace, tracked)
         found = [self._saturation[place] for place in places if place in self._saturation]
         settings, problems = resolve_saturation(
             [layers for _, layers in found], model=model, namespace=namespace, accelerator=accelerator
@@ -103,6 +121,20 @@ class Configuration:
         for view, _ in found:
             self._tell(view, [p for p in problems if p.object == _name(view.key)], f"{namespace}/{model}")
         return settings, tuple(problems)
+
+    def scale_to_zero(self, *, model: str, namespace: str, tracked: bool) -> ScaleToZeroSettings:
+        """Whether one model may sleep, and after how long."""
+        places = self._places(namespace, tracked)
+        return resolve_scale_to_zero(
+            [self._scale_to_zero[place][1] for place in places if place in self._scale_to_zero],
+            model=model,
+            enabled=self.manager.scale_to_zero,
+        )
+
+    def _places(self, namespace: str, tracked: bool) -> list[str]:
+        """Namespaces whose maps count for a model in `namespace`, the local one last."""
+        local = tracked and namespace != self._namespace
+        return [self._namespace, namespace] if local else [self._namespace]
 
     def _read_manager(self, view: ConfigMapView) -> None:
         config, problems = ManagerConfig(), list[Problem]()

@@ -21,7 +21,8 @@ from tidemill.autoscaler.decisions import Decision, DecisionStore
 from tidemill.autoscaler.engine import Engine
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
-from tidemill.autoscaler.views import ConfigMapView
+from tidemill.autoscaler.scalers import Finding, findings
+from tidemill.autoscaler.views import ConfigMapView, VariantView
 from tidemill.autoscaler.watches import Watches
 from tidemill.autoscaler.web import health_app, listen, metrics_app
 from tidemill.autoscaler.world import World
@@ -120,7 +121,13 @@ class Controller:
             watch_seconds=options.watch_seconds,
         )
         self.configuration = Configuration(options.namespace, options.overrides, self._report_config)
-        self.watches = Watches(self.world, self.configuration, reconcile=self._enqueue, emit=self._emit)
+        self.watches = Watches(
+            self.world,
+            self.configuration,
+            reconcile=self._enqueue,
+            target_appeared=self._wake_engine,
+            emit=self._emit,
+        )
         self.reconciler = Reconciler(
             client,
             world=self.world,
@@ -133,6 +140,7 @@ class Controller:
         )
         self.engine: Engine | None = None  # while this process leads
         self._leading = False
+        self._found: set[Finding] = set()
 
     @property
     def ready(self) -> list[str]:
@@ -210,6 +218,10 @@ class Controller:
     def _periodic_pass(self) -> None:
         for key, _ in self.world.variants.store.items():
             self._enqueue(key)
+        present = set(findings(self.world))
+        for finding in sorted(present - self._found, key=lambda f: (str(f.about), f.message)):
+            self._emit(finding.about, "Warning", finding.reason, finding.message)
+        self._found = present
 
     def _enqueue(self, key: ObjectKey) -> None:
         self.queue.add(key)
@@ -228,7 +240,7 @@ class Controller:
 
     def _on_decision(self, decision: Decision, before: Decision | None) -> None:
         self._enqueue(decision.variant)
-        view = self.world.variants.store.get(decision.variant)
+        view = self._view(decision)
         if view is None or self._options.dry_run:
             return
         if decision.direction is not Direction.HOLD:
@@ -237,6 +249,13 @@ class Controller:
         known = None if before is None or before.metrics.status else before.metrics.reason
         if not decision.metrics.status and known is not decision.metrics.reason:
             self.recorder.event(ref_of(view), "Warning", "MetricsUnavailable", decision.metrics.message)
+
+    def _view(self, decision: Decision) -> VariantView | None:
+        """What the decision is about: an object, or the stand-in for a managed scaler."""
+        found = self.world.variants.store.get(decision.variant)
+        if found is not None:
+            return found
+        return next((v for v in self.world.our_variants() if v.uid == decision.uid), None)
 
     def _report_config(self, view: ConfigMapView, type_: EventType, reason: str, message: str) -> None:
         about = ObjectRef("v1", "ConfigMap", view.key.namespace, view.key.name, view.uid)

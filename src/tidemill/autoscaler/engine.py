@@ -24,7 +24,7 @@ from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
 from tidemill.autoscaler.world import World
-from tidemill.capacity import saturation, targets
+from tidemill.capacity import saturation, targets, zero
 from tidemill.capacity.types import Cause, Direction, ReplicaLoad, Target, VariantState
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
@@ -144,8 +144,8 @@ class Engine:
             for pod in found
             if pod.ip
         )
-        models = {variant.spec.spec.model_id for variant, _ in ownership.variants.values()}
-        snapshot = await self._source.collect(models, deadline=COLLECT_DEADLINE)
+        tracked = self._world.tracked_namespaces()
+        snapshot = await self._source.collect(self._retentions(ownership, tracked), deadline=COLLECT_DEADLINE)
         self._note(snapshot.notes)
         if self._world.changes != seen:
             # While the numbers came in the cluster changed; what is decided is decided on the present.
@@ -156,7 +156,6 @@ class Engine:
         for member in _members(ownership, pods, attributed):
             groups.setdefault((member.variant.key.namespace, member.variant.spec.spec.model_id), []).append(member)
         decided: list[tuple[Decision, Member]] = []
-        tracked = self._world.tracked_namespaces()
         for (namespace, model), group in sorted(groups.items()):
             decided += self._decide(namespace, model, group, snapshot, tracked=namespace in tracked)
         self._instruments.models.set(len(groups))
@@ -173,6 +172,30 @@ class Engine:
                 pods[key].append(pod)
         return self._world.changes, ownership, pods
 
+    def _retentions(self, ownership: Ownership, tracked: frozenset[str]) -> dict[str, float | None]:
+        """All models, each with the period over which its use must be known, if it may sleep. Where
+        namespaces differ the longest counts: to wait is safe."""
+        found: dict[str, float | None] = {}
+        for key, (variant, _) in ownership.variants.items():
+            model = variant.spec.spec.model_id
+            settings = self._configuration.scale_to_zero(
+                model=model, namespace=key.namespace, tracked=key.namespace in tracked
+            )
+            known = found.setdefault(model, None)
+            if settings.enabled:
+                found[model] = max(settings.retention, known or 0.0)
+        return found
+
+    def _usage(self, namespace: str, model: str, group: list[Member], snapshot: Snapshot) -> zero.Usage:
+        gauges = [r.sample and r.sample.running for member in group for r in member.replicas]
+        running = [gauge.value for gauge in gauges if gauge is not None]
+        since = [r.pod.ready_since for member in group for r in member.ready if r.pod.ready_since]
+        return zero.Usage(
+            requests=snapshot.requests.get((namespace, model)),
+            running=sum(running) if len(running) == len(gauges) else None,
+            ready_for=(self._now() - min(since)).total_seconds() if since else None,
+        )
+
     def _decide(
         self, namespace: str, model: str, group: list[Member], snapshot: Snapshot, *, tracked: bool
     ) -> list[tuple[Decision, Member]]:
@@ -181,6 +204,7 @@ class Engine:
         usable = {m.variant.key: _reporting(m, model, thresholds) for m in group}
         states = [self._state(member, len(usable[member.variant.key])) for member in group]
         broken = [m for m in group if not verdicts[m.variant.key].status and m.ready]
+        loads: list[ReplicaLoad] = []
         if broken:
             first = broken[0]
             sentence = f"numbers are missing for {first.variant.key.name}: {verdicts[first.variant.key].message}"
@@ -196,6 +220,13 @@ class Engine:
                 tracked=tracked,
             )
             decided = targets.decide(saturation.analyze(loads, settings), states)
+        decided = zero.sleep(
+            decided,
+            states,
+            loads,
+            self._usage(namespace, model, group, snapshot),
+            self._configuration.scale_to_zero(model=model, namespace=namespace, tracked=tracked),
+        )
         by_name = {member.variant.key.name: member for member in group}
         return [
             (

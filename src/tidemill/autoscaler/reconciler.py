@@ -12,13 +12,13 @@ import structlog
 from tidemill.api.variant import API_VERSION, KIND, TARGET_GONE_MESSAGE, ConditionType, Reason
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.views import InvalidVariant, ValidVariant, VariantView, usable
-from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS, World
+from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS, World
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import find_condition, set_condition
 from tidemill.kube.errors import ConflictError, InvalidError, NotFoundError
 from tidemill.kube.events import EventRecorder
-from tidemill.kube.resources import Json, ObjectKey, ObjectRef
+from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, Json, ObjectKey, ObjectRef
 from tidemill.metrics.exporter import DecisionExporter
 
 log = structlog.get_logger(__name__)
@@ -54,7 +54,9 @@ class Reconciler:
     async def reconcile(self, key: ObjectKey) -> None:
         """Raises ApiError when the status could not be written; the caller tries again."""
         view = self._world.variants.store.get(key)
-        if view is None or not self._world.is_ours(view):
+        if view is None:
+            return  # gone, or a managed scaler, which has no status: the engine looks after both
+        if not self._world.is_ours(view):
             self._forget(key)
             return
         current = self._status_of(view)
@@ -71,9 +73,9 @@ class Reconciler:
         await self._write(view, current, wanted)
 
     def _status(self, variant: ValidVariant, current: Json) -> Json:
-        owner = self._world.owner_of_target(variant)
         target = variant.spec.target
-        if owner.key != variant.key:
+        owner = self._world.decider(target)
+        if owner is not None and owner.key != variant.key:
             self._forget(variant.key)
             message = f"{target} is already scaled by VariantAutoscaling {owner.key.name}, which is older"
             if _condition(current, ConditionType.READY).get("message") != message:
@@ -189,6 +191,10 @@ class Reconciler:
 
 
 def ref_of(view: VariantView) -> ObjectRef:
+    """The object to tell about: the variant, or the scaler that it stands for."""
+    if isinstance(view, ValidVariant) and view.scaler is not None:
+        resource = SCALED_OBJECTS if view.scaler == "ScaledObject" else HORIZONTAL_POD_AUTOSCALERS
+        return ObjectRef(resource.api_version, resource.kind, view.key.namespace, view.key.name, view.uid)
     return ObjectRef(API_VERSION, KIND, view.key.namespace, view.key.name, view.uid)
 
 

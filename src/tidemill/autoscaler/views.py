@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tidemill.api.managed_scaler import ScalerKind, is_managed, synthetic_variant
 from tidemill.api.names import (
     ACCELERATOR_KEYS,
     CONFIG_ENABLED_LABEL,
@@ -14,7 +15,7 @@ from tidemill.api.names import (
     VARIANT_LABEL,
 )
 from tidemill.api.problem import InvalidObjectError, Problem
-from tidemill.api.variant import VariantAutoscaling
+from tidemill.api.variant import TargetRef, VariantAutoscaling
 from tidemill.kube.clock import parse_time
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import Json, ObjectKey
@@ -88,12 +89,16 @@ class ServiceMonitorView:
 
 @dataclass(frozen=True, slots=True)
 class ValidVariant:
-    """A VariantAutoscaling, with the raw status that a patch must build upon."""
+    """A VariantAutoscaling, with the raw status that a patch must build upon.
+
+    A synthetic one stands for the managed scaler `scaler`: it is nowhere in the cluster and has no status.
+    """
 
     key: ObjectKey
     uid: str
     spec: VariantAutoscaling
     status: Mapping[str, Any]
+    scaler: ScalerKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,22 @@ class InvalidVariant:
 
 
 VariantView = ValidVariant | InvalidVariant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerView:
+    """An HPA or ScaledObject. `variant` is what it stands for when it is managed; `problems` why it cannot.
+
+    `follows` are the variants whose number its metrics select, and `target` is what it moves.
+    """
+
+    key: ObjectKey
+    uid: str
+    kind: ScalerKind
+    variant: ValidVariant | None
+    problems: tuple[Problem, ...]
+    follows: tuple[str, ...]
+    target: TargetRef | None
 
 
 class VariantDecoder:
@@ -147,6 +168,44 @@ class VariantDecoder:
 def usable(view: VariantView) -> ValidVariant | None:
     """The variant to work with: itself, or its last good state."""
     return view if isinstance(view, ValidVariant) else view.last_good
+
+
+def scaler_view(kind: ScalerKind, obj: Json) -> ScalerView:
+    metadata, spec = obj["metadata"], obj.get("spec") or {}
+    key, uid = ObjectKey.of(obj), metadata.get("uid", "")
+    variant: ValidVariant | None = None
+    problems: tuple[Problem, ...] = ()
+    if is_managed(obj) and "deletionTimestamp" not in metadata:
+        try:
+            variant = ValidVariant(key, uid, synthetic_variant(kind, obj), {}, kind)
+        except InvalidObjectError as error:
+            problems = error.problems
+    return ScalerView(
+        key=key,
+        uid=uid,
+        kind=kind,
+        variant=variant,
+        problems=problems,
+        follows=tuple(_followed(spec)),
+        target=_scale_target(key.namespace, spec),
+    )
+
+
+def _followed(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the label variant_name that an HPA's external metrics select."""
+    for metric in spec.get("metrics") or ():
+        selector = ((metric.get("external") or {}).get("metric") or {}).get("selector") or {}
+        name = (selector.get("matchLabels") or {}).get("variant_name")
+        if name:
+            yield name
+
+
+def _scale_target(namespace: str, spec: Mapping[str, Any]) -> TargetRef | None:
+    target = spec.get("scaleTargetRef") or {}
+    kind = target.get("kind") or "Deployment"
+    if kind not in ("Deployment", "LeaderWorkerSet") or not target.get("name"):
+        return None
+    return TargetRef(namespace=namespace, kind=kind, name=target["name"])
 
 
 def pod_view(obj: Json) -> PodView:

@@ -10,7 +10,7 @@ import structlog
 
 from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.configuration import Configuration
-from tidemill.autoscaler.views import ConfigMapView, DeploymentView, ServiceMonitorView, VariantView
+from tidemill.autoscaler.views import ConfigMapView, DeploymentView, ScalerView, ServiceMonitorView, VariantView
 from tidemill.autoscaler.world import World
 from tidemill.kube.informer import Added, Deleted, InformerEvent, Modified
 from tidemill.kube.resources import SERVICE_MONITORS, ObjectKey, ObjectRef
@@ -29,14 +29,18 @@ class Watches:
         configuration: Configuration,
         *,
         reconcile: Callable[[ObjectKey], None],
+        target_appeared: Callable[[], None],
         emit: Emit,
     ) -> None:
         self._world = world
         self._configuration = configuration
         self._reconcile = reconcile
+        self._target_appeared = target_appeared
         self._emit = emit
         world.variants.add_handler(self.on_variant)
         world.deployments.add_handler(self.on_deployment)
+        for informer in (world.hpas, world.scaled_objects):
+            informer.add_handler(self.on_scaler)
         for informer in world.config_maps:
             informer.add_handler(self.on_config_map)
         world.service_monitors.add_handler(self.on_service_monitor)
@@ -52,13 +56,21 @@ class Watches:
         if isinstance(event, Modified):
             return
         target = TargetRef(namespace=event.key.namespace, kind="Deployment", name=event.key.name)
-        variants = self._world.variants_of(target)
+        decider = self._world.decider(target)
+        variants = self._world.variants_of(target) or ([] if decider is None else [decider])
         if not variants:
             return
         happened = "Deployment created" if isinstance(event, Added) else "Deployment deleted"
+        if isinstance(event, Added) and variants[0].scaler is not None:
+            self._target_appeared()
         log.info(happened, deployment=str(event.key), variants=[v.key.name for v in variants])
         for variant in variants:
             self._reconcile(variant.key)
+
+    def on_scaler(self, event: InformerEvent[ScalerView]) -> None:
+        """A managed scaler that appears is decided for at once; it has no status to reconcile."""
+        if isinstance(event, Added) and event.new.variant is not None:
+            self._target_appeared()
 
     def on_config_map(self, event: InformerEvent[ConfigMapView]) -> None:
         """Create and Update change what the next cycle reads; no variant is reconciled for it. (Which names

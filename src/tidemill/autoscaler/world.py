@@ -21,6 +21,7 @@ from tidemill.autoscaler.views import (
     NamespaceView,
     PodView,
     ReplicaSetView,
+    ScalerView,
     ServiceMonitorView,
     ValidVariant,
     VariantDecoder,
@@ -30,6 +31,7 @@ from tidemill.autoscaler.views import (
     namespace_view,
     pod_view,
     replica_set_view,
+    scaler_view,
     service_monitor_view,
     usable,
 )
@@ -38,6 +40,7 @@ from tidemill.kube.informer import Deleted, Informer, InformerEvent
 from tidemill.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
+    HORIZONTAL_POD_AUTOSCALERS,
     NAMESPACES,
     PODS,
     REPLICA_SETS,
@@ -46,6 +49,7 @@ from tidemill.kube.resources import (
     Resource,
 )
 
+SCALED_OBJECTS = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 VARIANT_AUTOSCALINGS = Resource(GROUP, VERSION, f"{KIND.lower()}s", KIND)
 
 
@@ -94,6 +98,18 @@ class World:
             namespace=watch_namespace,
             indexers={"ip": lambda pod: [pod.ip] if pod.ip else []},
         )
+        self.hpas: Informer[ScalerView] = watched(
+            HORIZONTAL_POD_AUTOSCALERS,
+            decode=partial(scaler_view, "HorizontalPodAutoscaler"),
+            namespace=watch_namespace,
+            indexers={"target": _by_scaled},
+        )
+        self.scaled_objects: Informer[ScalerView] = watched(
+            SCALED_OBJECTS,
+            decode=partial(scaler_view, "ScaledObject"),
+            namespace=watch_namespace,
+            indexers={"target": _by_scaled},
+        )
         self.namespaces: Informer[NamespaceView] = watched(NAMESPACES, decode=namespace_view)
         # With one namespace to watch, the role may see no other: only that one and the controller's own.
         places = [None] if watch_namespace is None else sorted({namespace, watch_namespace})
@@ -125,6 +141,8 @@ class World:
             self.deployments,
             self.replica_sets,
             self.pods,
+            self.hpas,
+            self.scaled_objects,
             *([self.namespaces] if self._cluster_wide else []),
             *self.config_maps,
             self.service_monitors,
@@ -133,7 +151,15 @@ class World:
     @property
     def changes(self) -> int:
         """A number that moves whenever an object that attribution looks at has changed."""
-        informers = (self.variants, self.deployments, self.replica_sets, self.pods, self.namespaces)
+        informers = (
+            self.variants,
+            self.deployments,
+            self.replica_sets,
+            self.pods,
+            self.hpas,
+            self.scaled_objects,
+            self.namespaces,
+        )
         return sum(informer.store.changes for informer in informers)
 
     @property
@@ -161,14 +187,29 @@ class World:
         return not self._instance or labels.get(CONTROLLER_INSTANCE_LABEL) == self._instance
 
     def our_variants(self) -> list[ValidVariant]:
-        """Variants that are ours and can be worked with, in order of key, with or without a target."""
-        return [
-            variant
-            for _, view in sorted(self.variants.store.items(), key=lambda item: item[0])
-            if self.is_ours(view)
-            and (variant := usable(view)) is not None
-            and variant.spec.metadata.deletion_timestamp is None
-        ]
+        """Variants that are ours and can be worked with, in order of key, with or without a target: objects,
+        and managed scalers. Where both have one name the object is meant."""
+        found = {
+            variant.key: variant
+            for variant in (self._usable(view) for view in self.variants.store)
+            if variant is not None
+        }
+        for informer in (self.scaled_objects, self.hpas):
+            for scaler in informer.store:
+                if (variant := self._of_scaler(scaler)) is not None:
+                    found.setdefault(variant.key, variant)
+        return [found[key] for key in sorted(found)]
+
+    def _usable(self, view: VariantView) -> ValidVariant | None:
+        variant = usable(view) if self.is_ours(view) else None
+        return None if variant is None or variant.spec.metadata.deletion_timestamp else variant
+
+    def _of_scaler(self, scaler: ScalerView) -> ValidVariant | None:
+        """The variant that a scaler stands for, unless an object of its name exists."""
+        variant = scaler.variant
+        if variant is None or not self.is_ours(variant):
+            return None
+        return None if self.variants.store.get(variant.key) is not None else variant
 
     def tracked_namespaces(self) -> frozenset[str]:
         """Namespaces whose ConfigMaps count: they have a variant of ours or are labelled, and are not
@@ -178,18 +219,32 @@ class World:
         return frozenset(name for name in labelled | used if not self.is_excluded(name))
 
     def variants_of(self, target: TargetRef) -> list[ValidVariant]:
-        """Variants of ours that name `target`, the one that decides first (the oldest, then by name)."""
+        """VariantAutoscalings of ours that name `target`, the oldest first, then by name."""
         found = [
             variant
             for view in self.variants.store.by_index("target", target)
-            if self.is_ours(view) and (variant := usable(view)) is not None
+            if (variant := self._usable(view)) is not None
         ]
         return sorted(found, key=lambda v: (v.spec.metadata.creation_timestamp, v.key.name))
 
-    def owner_of_target(self, variant: ValidVariant) -> ValidVariant:
-        """The variant that decides for the target of `variant`: itself, or an older one."""
-        others = self.variants_of(variant.spec.target)
-        return others[0] if others else variant
+    def scalers_of(self, target: TargetRef) -> tuple[list[ValidVariant], list[ValidVariant]]:
+        """What managed ScaledObjects, and managed HPAs, of ours that move `target` stand for."""
+
+        def of(informer: Informer[ScalerView]) -> list[ValidVariant]:
+            found = (self._of_scaler(scaler) for scaler in informer.store.by_index("target", target))
+            return [variant for variant in found if variant is not None]
+
+        return of(self.scaled_objects), of(self.hpas)
+
+    def decider(self, target: TargetRef) -> ValidVariant | None:
+        """The one variant that decides for `target`: the oldest object, else the ScaledObject, else the HPA.
+        Two scalers of one kind are an error, and then neither decides."""
+        if variants := self.variants_of(target):
+            return variants[0]
+        for scalers in self.scalers_of(target):
+            if scalers:
+                return scalers[0] if len(scalers) == 1 else None
+        return None
 
     def target_of(self, variant: ValidVariant) -> DeploymentView | None:
         """The scale target, if it exists and is not on its way out."""
@@ -203,3 +258,7 @@ class World:
 def _by_target(view: VariantView) -> Iterable[Hashable]:
     variant = usable(view)
     return [] if variant is None else [variant.spec.target]
+
+
+def _by_scaled(scaler: ScalerView) -> Iterable[Hashable]:
+    return [] if scaler.target is None else [scaler.target]

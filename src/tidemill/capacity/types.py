@@ -58,6 +58,8 @@ class Cause(StrEnum):
     NO_NUMBERS = "NoNumbers"
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     AT_ZERO = "AtZero"
+    IDLE = "Idle"
+    IN_USE_AGAIN = "InUseAgain"
     BELOW_MINIMUM = "BelowMinimum"
     ABOVE_MAXIMUM = "AboveMaximum"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -15,6 +15,8 @@ from tidemill.metrics.samples import (
     KV_USAGE,
     KV_USAGE_OLDER,
     QUEUE_LENGTH,
+    REQUESTS,
+    RUNNING,
     Gauge,
     ScrapeTarget,
     SeriesId,
@@ -23,7 +25,7 @@ from tidemill.metrics.samples import (
 )
 
 log = structlog.get_logger(__name__)
-_WANTED = frozenset({KV_USAGE, KV_USAGE_OLDER, QUEUE_LENGTH})
+_WANTED = frozenset({KV_USAGE, KV_USAGE_OLDER, QUEUE_LENGTH, RUNNING, REQUESTS})
 _KEPT_SECONDS = 300.0  # a gauge that nobody has seen for so long is forgotten
 
 
@@ -48,12 +50,23 @@ class _Window:
 
 
 @dataclass(slots=True)
+class _Served:
+    """The counter of served requests of one model: since when it is watched, when it last moved."""
+
+    since: float
+    total: float
+    moved: float | None = None
+
+
+@dataclass(slots=True)
 class _Scraped:
     """What is known of one target."""
 
     target: ScrapeTarget
     kv: dict[tuple[str, str], _Window] = field(default_factory=dict)  # by model and engine
     queue: dict[tuple[str, str], _Window] = field(default_factory=dict)
+    running: dict[tuple[str, str], _Window] = field(default_factory=dict)
+    served: dict[str, _Served] = field(default_factory=dict)  # by model
     task: asyncio.Task[None] | None = None
     failing: str = ""
 
@@ -80,22 +93,42 @@ class DirectSource:
             scraped = self._scraped[target] = _Scraped(target)
             scraped.task = asyncio.create_task(self._run(scraped))
 
-    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
+    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
         now = asyncio.get_running_loop().time()
         series: list[SeriesSample] = []
         for target in sorted(self._scraped):
             scraped = self._scraped[target]
             for key in sorted(scraped.kv.keys() | scraped.queue.keys()):
                 model, engine = key
-                kv, queue = scraped.kv.get(key), scraped.queue.get(key)
+                kv, queue, running = (w.get(key) for w in (scraped.kv, scraped.queue, scraped.running))
                 series.append(
                     SeriesSample(
                         SeriesId(target.namespace, target.pod, target.address, model, engine),
                         kv.gauge(now, self._window) if kv else None,
                         queue.gauge(now, self._window) if queue else None,
+                        running.gauge(now, self._window) if running else None,
                     )
                 )
-        return Snapshot(series=tuple(series), failures={})
+        return Snapshot(series=tuple(series), failures={}, requests=self._requests(models, now))
+
+    def _requests(self, models: Mapping[str, float | None], now: float) -> dict[tuple[str, str], float]:
+        """1 for a model that served anything within its retention period, 0 for one that did not. A counter
+        that has not been watched for so long says nothing about the whole of the period."""
+        used: dict[tuple[str, str], float] = {}
+        unknown: set[tuple[str, str]] = set()
+        for target, scraped in self._scraped.items():
+            for model, served in scraped.served.items():
+                retention = models.get(model)
+                if retention is None:
+                    continue
+                key = (target.namespace, model)
+                if served.moved is not None and served.moved > now - retention:
+                    used[key] = 1.0
+                elif served.since > now - retention:
+                    unknown.add(key)
+                else:
+                    used.setdefault(key, 0.0)
+        return {key: value for key, value in used.items() if value or key not in unknown}
 
     async def close(self) -> None:
         tasks = [s.task for s in self._scraped.values() if s.task is not None]
@@ -130,11 +163,21 @@ class DirectSource:
         self._take(scraped, text, asyncio.get_running_loop().time())
 
     def _take(self, scraped: _Scraped, text: str, now: float) -> None:
+        by_name = {QUEUE_LENGTH: scraped.queue, RUNNING: scraped.running}
+        totals: dict[str, float] = {}
         for sample in parse(text, _WANTED):
             key = (sample.labels.get("model_name", ""), sample.labels.get("engine", ""))
-            windows = scraped.queue if sample.name == QUEUE_LENGTH else scraped.kv
-            if Gauge.of(sample.value, 0.0) is not None:
-                windows.setdefault(key, _Window()).add(now, sample.value, self._window)
-        for windows in (scraped.kv, scraped.queue):
+            if Gauge.of(sample.value, 0.0) is None:
+                continue
+            if sample.name == REQUESTS:
+                totals[key[0]] = totals.get(key[0], 0.0) + sample.value
+                continue
+            windows = by_name.get(sample.name, scraped.kv)
+            windows.setdefault(key, _Window()).add(now, sample.value, self._window)
+        for model, total in totals.items():
+            served = scraped.served.setdefault(model, _Served(now, total))
+            if served.total != total:
+                served.total, served.moved = total, now
+        for windows in (scraped.kv, scraped.queue, scraped.running):
             for key in [k for k, w in windows.items() if w.readings[-1][0] < now - _KEPT_SECONDS]:
                 del windows[key]

@@ -7,8 +7,9 @@ one model (a series that breaks the query, an answer that takes too long) costs 
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ from tidemill.metrics.samples import (
     KV_USAGE,
     KV_USAGE_OLDER,
     QUEUE_LENGTH,
+    REQUESTS,
+    RUNNING,
     Gauge,
     ScrapeTarget,
     SeriesId,
@@ -144,7 +147,7 @@ class PrometheusSource:
     async def close(self) -> None:
         await self._client.close()
 
-    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
+    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
         cycle = _Cycle(
             self._client, sorted(models), asyncio.get_running_loop().time() + deadline, self._batch_timeout,
             self._split_timeout,
@@ -168,6 +171,7 @@ class PrometheusSource:
             cycle.ask(lambda matchers: value(queue_names, matchers)),
             cycle.ask(lambda matchers: age(queue_names, matchers)),
         )
+        running, requests = await self._usage(cycle, models)
         ages = {**kv_age, **queue_age}
         interval = self._intervals.observe({id_: -age_ for id_, age_ in ages.items()}, _now())
         notes: tuple[str, ...] = ()
@@ -177,11 +181,45 @@ class PrometheusSource:
                 "the last sample is used in its place",
             )
         series = tuple(
-            SeriesSample(id_, _gauge(kv, kv_age, id_), _gauge(queue, queue_age, id_))
+            SeriesSample(
+                id_,
+                _gauge(kv, kv_age, id_),
+                _gauge(queue, queue_age, id_),
+                # Read at the same time as the queue, so it is as old.
+                _gauge(running, queue_age, id_),
+            )
             for id_ in sorted(kv.keys() | queue.keys())
             if id_.model not in cycle.failures
         )
-        return Snapshot(series=series, failures=cycle.failures, queries=cycle.queries, notes=notes)
+        return Snapshot(
+            series=series, failures=cycle.failures, requests=requests, queries=cycle.queries, notes=notes
+        )
+
+    async def _usage(
+        self, cycle: _Cycle, models: Mapping[str, float | None]
+    ) -> tuple[dict[SeriesId, float], dict[tuple[str, str], float]]:
+        """What runs, and what was served within the retention period; asked only for models that may sleep."""
+        retentions = sorted({seconds for seconds in models.values() if seconds is not None})
+        if not retentions:
+            return {}, {}
+        running, *counts = await asyncio.gather(
+            cycle.ask(lambda matchers: f"max by ({GROUP}) ({RUNNING}{matchers})"),
+            *(
+                cycle.ask(
+                    lambda matchers, period=period: (
+                        f"sum by (namespace, model_name) (increase({REQUESTS}{matchers}[{period:g}s]))"
+                    )
+                )
+                for period in retentions
+            ),
+        )
+        requests = {
+            (id_.namespace, id_.model): value
+            for period, found in zip(retentions, counts, strict=True)
+            for id_, value in found.items()
+            if models.get(id_.model) == period and math.isfinite(value)
+        }
+        return running, requests
 
 
 class _Cycle:

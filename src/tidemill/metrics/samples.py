@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 KV_USAGE = "vllm:kv_cache_usage_perc"
 KV_USAGE_OLDER = "vllm:gpu_cache_usage_perc"
 QUEUE_LENGTH = "vllm:num_requests_waiting"
+RUNNING = "vllm:num_requests_running"
+REQUESTS = "vllm:request_success_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,21 @@ class SeriesSample:
     id: SeriesId
     kv_usage: Gauge | None
     queue_length: Gauge | None
+    running: Gauge | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """One reading of the whole cluster.
 
-    `failures` says by model why its numbers could not be read; `notes` are remarks for operators, such as
-    a window that is shorter than the scrape interval.
+    `failures` says by model why its numbers could not be read. `requests` counts by namespace and model what
+    succeeded within the model's retention period; a model that is not in it is unknown. `notes` are remarks
+    for operators, such as a window that is shorter than the scrape interval.
     """
 
     series: tuple[SeriesSample, ...]
     failures: Mapping[str, str]
+    requests: Mapping[tuple[str, str], float] = field(default_factory=dict)
     queries: int = 0
     notes: tuple[str, ...] = ()
 
@@ -80,8 +85,11 @@ class MetricsSource(Protocol):
         """The pods that matter from now on; a source that does not scrape ignores it."""
         ...
 
-    async def collect(self, models: Collection[str], *, deadline: float) -> Snapshot:
-        """A reading, within `deadline` seconds. Never raises: what failed is in `failures`."""
+    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
+        """A reading, within `deadline` seconds. Never raises: what failed is in `failures`.
+
+        `models` has the retention period in seconds of each model whose use must be known, else None.
+        """
         ...
 
     async def close(self) -> None: ...

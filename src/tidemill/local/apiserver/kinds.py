@@ -91,6 +91,8 @@ BUILT_IN: tuple[Kind, ...] = (
           scale=ScalePaths()),
     _kind("apps", "v1", "replicasets", "ReplicaSet", short="rs", categories="all", status=True,
           scale=ScalePaths()),
+    _kind("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", short="hpa",
+          categories="all", status=True),
     _kind("coordination.k8s.io", "v1", "leases", "Lease"),
     _kind("rbac.authorization.k8s.io", "v1", "roles", "Role"),
     _kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),

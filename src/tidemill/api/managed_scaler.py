@@ -1,0 +1,76 @@
+"""Scalers that stand for a variant: an HPA or a KEDA ScaledObject annotated `llm-d.ai/managed: "true"`.
+
+Such a scaler says everything that a VariantAutoscaling would, so no object of that kind is needed. KServe's
+LLMInferenceService writes these annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from tidemill.api.names import MANAGED_ANNOTATION, MODEL_ID_ANNOTATION, VARIANT_COST_ANNOTATION
+from tidemill.api.problem import InvalidObjectError, Problem, problems_of
+from tidemill.api.variant import VariantAutoscaling
+
+ScalerKind = Literal["HorizontalPodAutoscaler", "ScaledObject"]
+
+# Which annotation or field of the scaler a field of the variant came from, for messages.
+_ORIGIN = {
+    "spec.modelID": f"metadata.annotations[{MODEL_ID_ANNOTATION}]",
+    "spec.variantCost": f"metadata.annotations[{VARIANT_COST_ANNOTATION}]",
+    "spec.scaleTargetRef.kind": "spec.scaleTargetRef.kind",
+}
+
+
+def is_managed(obj: Mapping[str, Any]) -> bool:
+    """Whether a scaler asks to be a variant. An HPA that KEDA made for a ScaledObject is none of its own."""
+    metadata = obj["metadata"]
+    owned = any(owner.get("kind") == "ScaledObject" for owner in metadata.get("ownerReferences") or ())
+    return not owned and (metadata.get("annotations") or {}).get(MANAGED_ANNOTATION) == "true"
+
+
+def bounds(kind: ScalerKind, spec: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Minimum and maximum of a scaler. What is absent has the default of its kind: an HPA's minimum is 1,
+    KEDA's is 0; an HPA must have a maximum, KEDA's is 100. A minimum of 0 is 0."""
+    if kind == "HorizontalPodAutoscaler":
+        low, high = spec.get("minReplicas"), spec.get("maxReplicas")
+        return (1 if low is None else low), high
+    low, high = spec.get("minReplicaCount"), spec.get("maxReplicaCount")
+    return (0 if low is None else low), (100 if high is None else high)
+
+
+def synthetic_variant(kind: ScalerKind, obj: Mapping[str, Any]) -> VariantAutoscaling:
+    """The variant that a managed scaler stands for: its name, namespace, labels, target and bounds.
+
+    Raises InvalidObjectError; the problems name the scaler and its annotations.
+    """
+    metadata, spec = obj["metadata"], obj.get("spec") or {}
+    annotations = metadata.get("annotations") or {}
+    name = f"{kind} {metadata.get('namespace')}/{metadata.get('name')}"
+    target = spec.get("scaleTargetRef") or {}
+    low, high = bounds(kind, spec)
+    if not annotations.get(MODEL_ID_ANNOTATION):
+        field = _ORIGIN["spec.modelID"]
+        rule = "is required: the name under which the model is served"
+        raise InvalidObjectError([Problem(name, field, "", rule)])
+    body: dict[str, Any] = {
+        "metadata": {k: v for k, v in metadata.items() if k != "annotations"},
+        "spec": {
+            "scaleTargetRef": {"kind": target.get("kind") or "Deployment", "name": target.get("name")},
+            "modelID": annotations[MODEL_ID_ANNOTATION],
+            "minReplicas": low,
+            "maxReplicas": high,
+        },
+    }
+    if VARIANT_COST_ANNOTATION in annotations:
+        body["spec"]["variantCost"] = annotations[VARIANT_COST_ANNOTATION]
+    try:
+        return VariantAutoscaling.model_validate(body)
+    except ValidationError as error:
+        found = problems_of(name, error.errors())
+        raise InvalidObjectError(
+            [Problem(p.object, _ORIGIN.get(p.field, p.field), p.value, p.rule) for p in found]
+        ) from None

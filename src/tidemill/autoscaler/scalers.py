@@ -1,0 +1,74 @@
+"""What is wrong with HPAs and ScaledObjects, said on them rather than passed over in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tidemill.autoscaler.views import ScalerView, ValidVariant, usable
+from tidemill.autoscaler.world import SCALED_OBJECTS, World
+from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, ObjectKey, ObjectRef
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    about: ObjectRef
+    reason: str
+    message: str
+
+
+def findings(world: World) -> Iterator[Finding]:
+    """Everything that is wrong at present."""
+    for informer in (world.scaled_objects, world.hpas):
+        for scaler in informer.store:
+            yield from _annotations(scaler)
+            yield from _rivals(world, scaler)
+            yield from _mismatch(world, scaler)
+
+
+def _annotations(scaler: ScalerView) -> Iterator[Finding]:
+    if scaler.problems:
+        message = "; ".join(str(problem) for problem in scaler.problems)
+        yield Finding(_ref(scaler), "InvalidConfiguration", f"{message}; the scaler is not managed")
+
+
+def _rivals(world: World, scaler: ScalerView) -> Iterator[Finding]:
+    """A managed scaler that does not decide for its target, and who does in its place."""
+    variant = scaler.variant
+    if variant is None or not world.is_ours(variant) or world.variants.store.get(variant.key) is not None:
+        return
+    target = variant.spec.target
+    decider = world.decider(target)
+    if decider is not None and decider.uid == variant.uid:
+        return
+    if decider is not None:
+        message = (
+            f"{target} is already scaled by {_word(decider)} {decider.key.name}; {scaler.key.name} decides nothing"
+        )
+    else:
+        scaled_objects, hpas = world.scalers_of(target)
+        names = " and ".join(v.key.name for v in (scaled_objects if len(scaled_objects) > 1 else hpas))
+        message = f"{target} has several managed scalers of kind {scaler.kind}: {names}; none of them decides"
+    yield Finding(_ref(scaler), "TargetConflict", message)
+
+
+def _mismatch(world: World, scaler: ScalerView) -> Iterator[Finding]:
+    """An HPA that follows the number of one variant and moves the target of another."""
+    for name in scaler.follows:
+        view = world.variants.store.get(ObjectKey(scaler.key.namespace, name))
+        variant = usable(view) if view is not None and world.is_ours(view) else None
+        if variant is not None and scaler.target is not None and variant.spec.target != scaler.target:
+            message = (
+                f"it follows wva_desired_replicas of VariantAutoscaling {name}, which is for "
+                f"{variant.spec.target}, but it scales {scaler.target}"
+            )
+            yield Finding(_ref(scaler), "ScaleTargetMismatch", message)
+
+
+def _word(variant: ValidVariant) -> str:
+    return variant.scaler or "VariantAutoscaling"
+
+
+def _ref(scaler: ScalerView) -> ObjectRef:
+    resource = SCALED_OBJECTS if scaler.kind == "ScaledObject" else HORIZONTAL_POD_AUTOSCALERS
+    return ObjectRef(resource.api_version, resource.kind, scaler.key.namespace, scaler.key.name, scaler.uid)
