@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from tidemill.api.durations import parse_duration
+from tidemill.api.layers import yaml_problem
 from tidemill.api.problem import Problem
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def flatten_config_map(data: Mapping[str, str], object_name: str) -> tuple[dict[
             content: Any = yaml.safe_load(document) or {}
         except yaml.YAMLError as error:
             content = {}
-            problems.append(_yaml_problem(object_name, "config.yaml", document, error))
+            problems.append(yaml_problem(object_name, "config.yaml", document, error))
         if isinstance(content, dict):
             flat.update((str(k), _scalar(v)) for k, v in content.items() if not isinstance(v, dict | list))
         else:
@@ -168,10 +169,3 @@ def _scalar(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else str(value)
-
-
-def _yaml_problem(object_name: str, field: str, text: str, error: yaml.YAMLError) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    where = f" (line {mark.line + 1})" if mark is not None else ""
-    first_line = text.strip().splitlines()[0] if text.strip() else ""
-    return Problem(object_name, field, first_line, f"must be YAML{where}: {getattr(error, 'problem', error)}")

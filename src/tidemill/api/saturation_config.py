@@ -1,23 +1,22 @@
 """`wva-saturation-scaling-config`: thresholds in layers, from built-in default to one model in one namespace.
 
 Each entry of the map is one layer: `default`, one per accelerator, one per (model_id, namespace).
-A layer holds only what was written; what is absent shines through from below, field by field.
 Validation has two parts: a field by itself when the map is read, and the rules between fields after
 merging, because only the merged result shows whether a layer breaks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from tidemill.api.problem import Problem, problems_of
+from tidemill.api.layers import LayerMap, read_layers
+from tidemill.api.problem import Problem
 
 
 def _decimal(value: Any) -> Any:
@@ -60,71 +59,41 @@ class SaturationLayer(BaseModel):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SaturationMap:
-    """One ConfigMap read: its name for messages, and its good layers by entry name."""
-
-    object: str
-    layers: Mapping[str, SaturationLayer]
-
-    def layers_for(self, *, model: str, namespace: str, accelerator: str) -> Iterable[tuple[str, SaturationLayer]]:
-        """Layers that apply, least specific first. Entries of one rank are taken in order of name."""
-        ranks: list[list[tuple[str, SaturationLayer]]] = [[], [], []]
-        for name in sorted(self.layers):
-            layer = self.layers[name]
-            if layer.model_id is not None or layer.namespace is not None:
-                if layer.model_id in (None, model) and layer.namespace in (None, namespace):
-                    ranks[2].append((name, layer))
-            elif name == "default":
-                ranks[0].append((name, layer))
-            elif (layer.accelerator or name) == accelerator:
-                ranks[1].append((name, layer))
-        # An override for model and namespace is more specific than one for either alone.
-        ranks[2].sort(key=lambda item: (item[1].model_id is not None, item[1].namespace is not None))
-        return [item for rank in ranks for item in rank]
+SaturationMap = LayerMap[SaturationLayer]
 
 
 def read_saturation_map(
     data: Mapping[str, str], *, object_name: str, last_good: SaturationMap | None = None
 ) -> tuple[SaturationMap, list[Problem]]:
-    """Layers of a ConfigMap and what is wrong with the others. Never raises.
+    """See `read_layers`. An entry that is wrong whatever lies below it is refused at once."""
 
-    An entry that cannot be used keeps the layer that it had in `last_good`.
-    """
-    layers, problems = _read_layers(data, object_name)
-    kept = {} if last_good is None else last_good.layers
-    layers |= {entry: layer for entry, layer in kept.items() if entry in data.keys() - layers.keys()}
-    return SaturationMap(object_name, layers), problems
+    def check(entry: str, layer: SaturationLayer) -> Problem | None:
+        if layer.kv_cache_threshold is None or layer.kv_spare_trigger is None:
+            return None
+        broken = _broken_rule(layer.over(SaturationSettings()), layer)
+        return _refused(object_name, entry, broken) if broken else None
+
+    return read_layers(SaturationLayer, data, object_name=object_name, last_good=last_good, check=check)
 
 
-def _read_layers(data: Mapping[str, str], object_name: str) -> tuple[dict[str, SaturationLayer], list[Problem]]:
-    layers: dict[str, SaturationLayer] = {}
-    problems: list[Problem] = []
-    for entry, text in data.items():
-        try:
-            content: Any = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            first_line = text.strip().splitlines()[0] if text.strip() else ""
-            detail = getattr(error, "problem", None) or str(error)
-            problems.append(Problem(object_name, entry, first_line, f"must be YAML: {detail}"))
-            continue
-        if content is None:
-            content = {}
-        if not isinstance(content, dict):
-            problems.append(Problem(object_name, entry, str(content), "must be a mapping of thresholds"))
-            continue
-        try:
-            layer = SaturationLayer.model_validate(content)
-        except ValidationError as error:
-            problems += problems_of(object_name, error.errors(), prefix=entry)
-            continue
-        # An entry that is wrong whatever lies below it can be refused now.
-        whole = layer.kv_cache_threshold is not None and layer.kv_spare_trigger is not None
-        if whole and (broken := _broken_rule(layer.over(SaturationSettings()), layer)):
-            problems.append(_refused(object_name, entry, broken))
-            continue
-        layers[entry] = layer
-    return layers, problems
+def _applying(
+    source: SaturationMap, *, model: str, namespace: str, accelerator: str
+) -> Iterator[tuple[str, SaturationLayer]]:
+    """Layers that apply, least specific first. Entries of one rank are taken in order of name."""
+    ranks: list[list[tuple[str, SaturationLayer]]] = [[], [], []]
+    for name in sorted(source.layers):
+        layer = source.layers[name]
+        if layer.model_id is not None or layer.namespace is not None:
+            if layer.model_id in (None, model) and layer.namespace in (None, namespace):
+                ranks[2].append((name, layer))
+        elif name == "default":
+            ranks[0].append((name, layer))
+        elif (layer.accelerator or name) == accelerator:
+            ranks[1].append((name, layer))
+    # An override for model and namespace is more specific than one for either alone.
+    ranks[2].sort(key=lambda item: (item[1].model_id is not None, item[1].namespace is not None))
+    for rank in ranks:
+        yield from rank
 
 
 def resolve_saturation(
@@ -137,7 +106,7 @@ def resolve_saturation(
     """
     settings, problems = SaturationSettings(), []
     for source in maps:
-        for entry, layer in source.layers_for(model=model, namespace=namespace, accelerator=accelerator):
+        for entry, layer in _applying(source, model=model, namespace=namespace, accelerator=accelerator):
             merged = layer.over(settings)
             if broken := _broken_rule(merged, layer):
                 problems.append(_refused(source.object, entry, broken))

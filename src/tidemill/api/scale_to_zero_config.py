@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tidemill.api.durations import parse_duration
-from tidemill.api.problem import Problem, problems_of
+from tidemill.api.layers import LayerMap, read_layers
+from tidemill.api.problem import Problem
 
 
 def _duration(value: Any) -> Any:
@@ -46,40 +46,20 @@ class ScaleToZeroLayer(BaseModel):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleToZeroMap:
-    """One ConfigMap read: its good layers by entry name."""
-
-    object: str
-    layers: Mapping[str, ScaleToZeroLayer]
+ScaleToZeroMap = LayerMap[ScaleToZeroLayer]
 
 
 def read_scale_to_zero_map(
     data: Mapping[str, str], *, object_name: str, last_good: ScaleToZeroMap | None = None
 ) -> tuple[ScaleToZeroMap, list[Problem]]:
-    """Layers of a ConfigMap and what is wrong with the others. Never raises; an entry that cannot be used
-    keeps the layer that it had in `last_good`."""
-    layers: dict[str, ScaleToZeroLayer] = {}
-    problems: list[Problem] = []
-    for entry in sorted(data):
-        try:
-            content: Any = yaml.safe_load(data[entry]) or {}
-            layer = ScaleToZeroLayer.model_validate(content)
-        except yaml.YAMLError as error:
-            detail = getattr(error, "problem", None) or str(error)
-            problems.append(Problem(object_name, entry, data[entry].strip()[:120], f"must be YAML: {detail}"))
-            continue
-        except ValidationError as error:
-            problems += problems_of(object_name, error.errors(), prefix=entry)
-            continue
-        if entry != "default" and layer.model_id is None:
-            rule = "is required in every entry but default"
-            problems.append(Problem(object_name, f"{entry}.model_id", "", rule))
-            continue
-        layers[entry] = layer
-    kept = {} if last_good is None else last_good.layers
-    layers |= {entry: layer for entry, layer in kept.items() if entry in data.keys() - layers.keys()}
-    return ScaleToZeroMap(object_name, layers), problems
+    """See `read_layers`."""
+
+    def check(entry: str, layer: ScaleToZeroLayer) -> Problem | None:
+        if entry == "default" or layer.model_id is not None:
+            return None
+        return Problem(object_name, f"{entry}.model_id", "", "is required in every entry but default")
+
+    return read_layers(ScaleToZeroLayer, data, object_name=object_name, last_good=last_good, check=check)
 
 
 def resolve_scale_to_zero(maps: Iterable[ScaleToZeroMap], *, model: str, enabled: bool) -> ScaleToZeroSettings:

@@ -15,7 +15,6 @@ from pydantic.alias_generators import to_camel
 from tidemill.api.names import GROUP, VERSION
 from tidemill.api.problem import InvalidObjectError, problems_of
 
-TARGET_API_VERSIONS = {"Deployment": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 TargetKind = Literal["Deployment", "LeaderWorkerSet"]
 
 
@@ -50,7 +49,6 @@ class Reason(StrEnum):
     OPTIMIZATION_FAILED = "OptimizationFailed"
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     INVALID_CONFIGURATION = "InvalidConfiguration"
-    SKIPPED_PROCESSING = "SkippedProcessing"
 
 
 TARGET_GONE_MESSAGE = "Target deployment no longer exists"

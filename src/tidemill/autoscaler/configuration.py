@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
+from tidemill.api.layers import LayerMap
 from tidemill.api.manager_config import (
     KEYS,
     ManagerConfig,
@@ -28,13 +29,11 @@ from tidemill.api.names import (
 )
 from tidemill.api.problem import Problem
 from tidemill.api.saturation_config import (
-    SaturationMap,
     SaturationSettings,
     read_saturation_map,
     resolve_saturation,
 )
 from tidemill.api.scale_to_zero_config import (
-    ScaleToZeroMap,
     ScaleToZeroSettings,
     read_scale_to_zero_map,
     resolve_scale_to_zero,
@@ -46,6 +45,12 @@ log = structlog.get_logger(__name__)
 
 Report = Callable[[ConfigMapView, Literal["Normal", "Warning"], str, str], None]
 """Tell the user something about a ConfigMap: type, reason, message of an event."""
+
+
+_READERS: Mapping[str, Callable[..., tuple[LayerMap[Any], list[Problem]]]] = {
+    SATURATION_CONFIG: read_saturation_map,
+    SCALE_TO_ZERO_CONFIG: read_scale_to_zero_map,
+}
 
 
 class Configuration:
@@ -66,8 +71,8 @@ class Configuration:
         if problems:
             raise ValueError("; ".join(str(problem) for problem in problems))
         self._manager_maps: dict[str, ConfigMapView] = {}
-        self._saturation: dict[str, tuple[ConfigMapView, SaturationMap]] = {}  # by namespace
-        self._scale_to_zero: dict[str, tuple[ConfigMapView, ScaleToZeroMap]] = {}  # by namespace
+        # Maps of layers by name and namespace.
+        self._layers: dict[tuple[str, str], tuple[ConfigMapView, LayerMap[Any]]] = {}
         self._problems: dict[tuple[ObjectKey, str], tuple[ConfigMapView, list[Problem]]] = {}
         self._told: set[Problem] = set()
         self._running: ManagerConfig | None = None
@@ -79,19 +84,13 @@ class Configuration:
 
     def apply(self, view: ConfigMapView) -> None:
         """A well-known ConfigMap was created or changed."""
-        if view.key.name == SATURATION_CONFIG:
-            known = self._saturation.get(view.key.namespace)
-            layers, problems = read_saturation_map(
+        if (read := _READERS.get(view.key.name)) is not None:
+            slot = (view.key.name, view.key.namespace)
+            known = self._layers.get(slot)
+            layers, problems = read(
                 view.data, object_name=_name(view.key), last_good=None if known is None else known[1]
             )
-            self._saturation[view.key.namespace] = (view, layers)
-            self._tell(view, problems)
-        elif view.key.name == SCALE_TO_ZERO_CONFIG:
-            before = self._scale_to_zero.get(view.key.namespace)
-            found, problems = read_scale_to_zero_map(
-                view.data, object_name=_name(view.key), last_good=None if before is None else before[1]
-            )
-            self._scale_to_zero[view.key.namespace] = (view, found)
+            self._layers[slot] = (view, layers)
             self._tell(view, problems)
         elif view.key.namespace == self._namespace:
             self._manager_maps[view.key.name] = view
@@ -102,8 +101,7 @@ class Configuration:
         """A well-known ConfigMap is gone: a local one falls back to the global one, a global one stays in
         force until there is another."""
         if view.key.namespace != self._namespace:
-            maps = self._saturation if view.key.name == SATURATION_CONFIG else self._scale_to_zero
-            maps.pop(view.key.namespace, None)
+            self._layers.pop((view.key.name, view.key.namespace), None)
             return
         message = f"{_name(view.key)} was deleted: its last good values stay in force"
         log.warning(message)
@@ -113,8 +111,7 @@ class Configuration:
         self, *, model: str, namespace: str, accelerator: str, tracked: bool
     ) -> tuple[SaturationSettings, tuple[Problem, ...]]:
         """Thresholds for one model. Layers that break a rule after merging are reported, once."""
-        places = self._places(namespace, tracked)
-        found = [self._saturation[place] for place in places if place in self._saturation]
+        found = self._maps(SATURATION_CONFIG, namespace, tracked)
         settings, problems = resolve_saturation(
             [layers for _, layers in found], model=model, namespace=namespace, accelerator=accelerator
         )
@@ -124,17 +121,17 @@ class Configuration:
 
     def scale_to_zero(self, *, model: str, namespace: str, tracked: bool) -> ScaleToZeroSettings:
         """Whether one model may sleep, and after how long."""
-        places = self._places(namespace, tracked)
         return resolve_scale_to_zero(
-            [self._scale_to_zero[place][1] for place in places if place in self._scale_to_zero],
+            [layers for _, layers in self._maps(SCALE_TO_ZERO_CONFIG, namespace, tracked)],
             model=model,
             enabled=self.manager.scale_to_zero,
         )
 
-    def _places(self, namespace: str, tracked: bool) -> list[str]:
-        """Namespaces whose maps count for a model in `namespace`, the local one last."""
+    def _maps(self, name: str, namespace: str, tracked: bool) -> list[tuple[ConfigMapView, LayerMap[Any]]]:
+        """The maps that count for a model in `namespace`: the global one, then the local one over it."""
         local = tracked and namespace != self._namespace
-        return [self._namespace, namespace] if local else [self._namespace]
+        places = [self._namespace, namespace] if local else [self._namespace]
+        return [self._layers[name, place] for place in places if (name, place) in self._layers]
 
     def _read_manager(self, view: ConfigMapView) -> None:
         config, problems = ManagerConfig(), list[Problem]()

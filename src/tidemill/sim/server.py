@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import signal
 import time
 import uuid
@@ -77,7 +76,6 @@ class ModelServer:
         self.config = config
         self.engine = Engine(config.parameters)
         self._streams: dict[str, _Stream] = {}
-        self._ids = itertools.count()
         self._work = asyncio.Event()
         self._ready = False
         self._metrics = _Metrics(config.model, self.engine)

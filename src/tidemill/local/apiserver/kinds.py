@@ -117,9 +117,6 @@ class Kinds:
     def by_collection(self, collection: str) -> Kind | None:
         return next((kind for kind in self if kind.collection == collection), None)
 
-    def by_kind(self, group: str, kind: str) -> Kind | None:
-        return next((k for k in self if k.resource.group == group and k.resource.kind == kind), None)
-
     def add_crd(self, crd: Json) -> None:
         """Serve every served version of a CustomResourceDefinition, in place of what it said before.
 
