@@ -65,12 +65,16 @@ def model_server(
     kv_blocks: Annotated[
         int | None, typer.Option(help="Blocks of 16 tokens in the KV cache; the preset's when absent.")
     ] = None,
-    startup_seconds: Annotated[float, typer.Option(help="Seconds until the server is ready.")] = 0.0,
+    startup: Annotated[
+        str,
+        typer.Option(help="Until ready: 2s, a kind (hot, snapshot, warm, cold) or a mixture (hot=3,cold=1)."),
+    ] = "0s",
 ) -> None:
     """Serve a simulated model: OpenAI's API, vLLM's metrics, no GPU."""
+    import random
     from dataclasses import replace
 
-    from tidemill.sim.presets import presets
+    from tidemill.sim.presets import parse_startup, presets
     from tidemill.sim.server import ServerConfig, serve
 
     known = presets()
@@ -85,11 +89,12 @@ def model_server(
         if kv_blocks < 1:
             raise typer.BadParameter(f"{kv_blocks} must be at least 1", param_hint="--kv-blocks")
         parameters = replace(parameters, kv_blocks=kv_blocks)
-    run(
-        serve(
-            ServerConfig(model=model, parameters=parameters, host=host, port=port, startup_seconds=startup_seconds)
-        )
-    )
+    try:
+        seconds = parse_startup(startup, random.Random())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--startup") from None
+    config = ServerConfig(model=model, parameters=parameters, host=host, port=port, startup_seconds=seconds)
+    run(serve(config))
 
 
 @app.command()
@@ -194,3 +199,16 @@ def demo(
     from tidemill.cli.demo.run import demo as main
 
     run(main(duration=duration, output=output, keep=keep))
+
+
+@app.command()
+def cluster(
+    directory: Annotated[
+        str | None, typer.Option(help="Keep objects here, so that they survive a restart; else all is temporary.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the API server; 0 takes a free one.")] = 0,
+) -> None:
+    """Run a local Kubernetes-compatible cluster: pods are processes of this machine."""
+    from tidemill.cli.cluster import serve
+
+    run(serve(directory=directory, port=port))

@@ -58,9 +58,15 @@ class KubeClient:
         rest = RESTClientObject(configuration)
         self._configuration = configuration
         self._proxy = rest.proxy
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=rest.ssl_context, limit=0), trust_env=True
-        )
+
+        def session(*, fresh: bool) -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(ssl=rest.ssl_context, limit=0, force_close=fresh)
+            return aiohttp.ClientSession(connector=connector, trust_env=True)
+
+        self._session = session(fresh=False)
+        # A watch opens a connection of its own. A pooled one may have died in silence since it was last used,
+        # and a watch that waits on it would be deaf for as long as it may last.
+        self._watch_session = session(fresh=True)
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None, context: str | None = None) -> Self:
@@ -80,6 +86,7 @@ class KubeClient:
 
     async def close(self) -> None:
         await self._session.close()
+        await self._watch_session.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,6 +232,7 @@ class KubeClient:
         body: object = None,
         content_type: str = "application/json",
         timeout: aiohttp.ClientTimeout | None = None,
+        session: aiohttp.ClientSession | None = None,
     ) -> aiohttp.ClientResponse:
         headers = {"Accept": "application/json", "User-Agent": "tidemill"}
         # Asked for at every request: this is where the official client renews tokens.
@@ -233,7 +241,7 @@ class KubeClient:
             headers[str(setting["key"])] = str(setting["value"])
         if body is not None:
             headers["Content-Type"] = content_type
-        response = await self._session.request(
+        response = await (session or self._session).request(
             method,
             f"{self._configuration.host}{path}",
             params={k: v for k, v in (query or {}).items() if v},

@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 
+from tidemill.api.durations import parse_duration
 from tidemill.sim.engine import BLOCK_TOKENS, EngineParameters
 
 # Facts of the models' public configurations: bytes of weights and of KV cache per token, both 16 bit.
@@ -105,6 +106,24 @@ class StartupMixture:
         (kind,) = rng.choices(kinds, weights=[self.weights[k] for k in kinds])
         mean = start_seconds()[kind]
         return max(0.1 * mean, rng.gauss(mean, self.spread * mean))
+
+
+def parse_startup(text: str, rng: random.Random) -> float:
+    """Seconds that one start takes: a duration such as `2s`, a kind such as `warm`, or a mixture of kinds with
+    weights such as `hot=3,cold=1`, of which one start is drawn. Raises ValueError."""
+    if text[:1].isdigit():
+        return parse_duration(text)
+    weights: dict[StartKind, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        try:
+            weights[StartKind(name.strip())] = float(weight or 1)
+        except ValueError:
+            kinds = ", ".join(StartKind)
+            raise ValueError(f"{part!r} must be a duration, or one of {kinds} with an optional =WEIGHT") from None
+    if any(weight < 0 for weight in weights.values()) or not any(weights.values()):
+        raise ValueError(f"{text!r}: weights must not be negative, and one must be above 0")
+    return StartupMixture(weights).draw(rng)
 
 
 def _rows(name: str) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.sim.engine import BLOCK_TOKENS, Engine, EngineParameters
-from tidemill.sim.presets import StartKind, StartupMixture, presets, start_seconds
+from tidemill.sim.presets import StartKind, StartupMixture, parse_startup, presets, start_seconds
 
 
 def parameters(**changes: object) -> EngineParameters:
@@ -153,3 +153,14 @@ def test_start_up_times_are_a_mixture() -> None:
     hot = sum(d < 20 for d in drawn) / len(drawn)
     assert hot == pytest.approx(0.75, abs=0.05)
     assert mixture.draw(random.Random(5)) == mixture.draw(random.Random(5))
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("2s", 2, 2), ("warm", 30, 150), ("hot=1,cold=0", 0.4, 10)])
+def test_start_up_times_as_users_write_them(text: str, low: float, high: float) -> None:
+    assert low <= parse_startup(text, random.Random(3)) <= high
+
+
+@pytest.mark.parametrize("text", ["tepid", "hot=x", "hot=0", "hot=-1,cold=1", ""])
+def test_start_up_times_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_startup(text, random.Random(3))

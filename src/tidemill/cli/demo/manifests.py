@@ -77,7 +77,7 @@ def variants() -> list[Manifest]:
             "command": ["tidemill", "model-server"],
             "args": [
                 "--model", MODEL, "--preset", preset, "--kv-blocks", str(KV_BLOCKS), "--host", "$(POD_IP)",
-                "--port", "8000", "--startup-seconds", "2",
+                "--port", "8000", "--startup", "2s",
             ],
             "env": [_field("POD_IP", "status.podIP")],
             "ports": [{"name": "http", "containerPort": 8000}],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.views import DeploymentView, PodView, deployment_view, pod_view
 from tidemill.cli.autoscaler import configure_logging, seconds
+from tidemill.cli.cluster import interrupted
 from tidemill.cli.demo import manifests
 from tidemill.cli.demo.load import Load
 from tidemill.cli.explain import history
@@ -93,16 +93,9 @@ async def demo(*, duration: str, output: str, keep: bool) -> None:
             _sum_up(record, screen)
         if keep:
             typer.echo(f"the cluster stays up until Ctrl-C: export KUBECONFIG={cluster.kubeconfig}", err=True)
-            await _interrupted()
+            await interrupted()
     if not record.ok:
         raise typer.Exit(1)
-
-
-async def _interrupted() -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
 
 
 async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
