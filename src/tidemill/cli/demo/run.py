@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import orjson
 import structlog
@@ -46,6 +46,7 @@ class Record:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     served: int = 0
     failed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)  # by reason
 
     @property
     def ok(self) -> bool:
@@ -68,12 +69,16 @@ class Record:
         }
 
 
+Numbers: TypeAlias = dict[str, str]
+"""What the controller's latest explanation shows of the model; empty before the first."""
+
+
 class Screen(Protocol):
     """Where the demo shows itself."""
 
     def say(self, text: str) -> None: ...
 
-    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None: ...
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]], numbers: Numbers) -> None: ...
 
 
 async def demo(*, duration: str, output: str, keep: bool) -> None:
@@ -130,8 +135,9 @@ async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
             elapsed = round(tick - start, 1)
             rows = [_row(deployments, name, elapsed) for name in names]
             record.timeline += rows
-            screen.state(elapsed, load, rows)
-            for entry in await _new_decisions(client, names, seen):
+            fresh, numbers = await _ask_controller(client, names, seen)
+            screen.state(elapsed, load, rows, numbers)
+            for entry in fresh:
                 entry = {"time": elapsed, **entry}
                 record.decisions.append(entry)
                 screen.say(
@@ -141,6 +147,7 @@ async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
         await sending
         record.timeline += [_row(deployments, name, round(clock() - start, 1)) for name in names]
         record.served, record.failed = load.summary.served, load.summary.failed
+        record.failures = dict(load.summary.reasons)
         return record
     finally:
         if isinstance(screen, _Terminal):
@@ -180,14 +187,19 @@ def _row(deployments: Informer[DeploymentView], name: str, elapsed: float) -> di
     return {"time": elapsed, "variant": name, "ready": ready, "desired": desired}
 
 
-async def _new_decisions(client: KubeClient, names: list[str], seen: set[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Steps that the controller took since the last look, told by itself."""
+async def _ask_controller(
+    client: KubeClient, names: list[str], seen: set[tuple[str, str]]
+) -> tuple[list[dict[str, Any]], Numbers]:
+    """Steps that the controller took since the last look, and the numbers that it sees now."""
     fresh: list[dict[str, Any]] = []
+    numbers: Numbers = {}
     for name in names:
         try:
             found = await history(client, manifests.NAMESPACE, name, DEFAULT_NAMESPACE)
         except ApiError:
             continue  # the controller is being replaced: its successor will tell
+        if found:
+            numbers = found[-1]["explanation"]["numbers"] or numbers
         for decision in found or ():
             mark = (name, decision["at"])
             if decision["direction"] == "hold" or mark in seen:
@@ -201,11 +213,13 @@ async def _new_decisions(client: KubeClient, names: list[str], seen: set[tuple[s
                     "explanation": decision["explanation"]["sentence"],
                 }
             )
-    return fresh
+    return fresh, numbers
 
 
 def _sum_up(record: Record, screen: Screen) -> None:
     totals = record._totals()  # pyright: ignore[reportPrivateUsage]
+    for reason, count in sorted(record.failures.items()):
+        screen.say(f"failed: {count} ({reason})")
     screen.say(
         f"requests: {record.served} served, {record.failed} failed; replicas: from {totals[0]} to "
         f"{max(totals)} and back to {totals[-1]}; {len(record.decisions)} steps"
@@ -213,11 +227,20 @@ def _sum_up(record: Record, screen: Screen) -> None:
     screen.say("the fleet grew and shrank" if record.ok else "the fleet did not both grow and shrink")
 
 
+def _spare(numbers: Numbers) -> str:
+    """Saturation in a line: spare against its triggers."""
+    return (
+        f"spare KV cache {float(numbers['averageSpareKv']):.2f} (grows below {numbers['kvSpareTrigger']}), "
+        f"spare queue {float(numbers['averageSpareQueue']):.1f} (below {numbers['queueSpareTrigger']}), "
+        f"saturated {numbers['saturatedReplicas']} of {numbers['replicas']}"
+    )
+
+
 class _Silent:
     def say(self, text: str) -> None:
         pass
 
-    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]], numbers: Numbers) -> None:
         pass
 
 
@@ -230,12 +253,13 @@ class _Lines:
     def say(self, text: str) -> None:
         typer.echo(text)
 
-    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]], numbers: Numbers) -> None:
         if elapsed < self._next:
             return
         self._next = elapsed + 5
         fleet = "  ".join(f"{row['variant']} {row['ready']}/{row['desired']}" for row in rows)
-        typer.echo(f"{elapsed:5.1f}s  {load.rate:4.1f} requests/s, {load.in_flight} in flight  {fleet}")
+        spare = f"  {_spare(numbers)}" if numbers else ""
+        typer.echo(f"{elapsed:5.1f}s  {load.rate:4.1f} requests/s, {load.in_flight} in flight  {fleet}{spare}")
 
 
 class _Terminal:
@@ -249,16 +273,18 @@ class _Terminal:
     def say(self, text: str) -> None:
         self._live.console.print(text)
 
-    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]]) -> None:
-        table = Table(
-            title=f"{elapsed:.0f}s   {load.rate:.1f} requests/s   {load.in_flight} in flight   "
+    def state(self, elapsed: float, load: Load, rows: list[dict[str, Any]], numbers: Numbers) -> None:
+        title = (
+            f"{elapsed:.0f}s   {load.rate:.1f} requests/s   {load.in_flight} in flight   "
             f"{load.summary.served} served   {load.summary.failed} failed"
         )
+        caption = _spare(numbers) if numbers else None
+        table = Table(title=title, caption=caption, min_width=96, title_justify="left", caption_justify="left")
         table.add_column("variant")
         table.add_column("cost", justify="right")
         table.add_column("ready", justify="right")
         table.add_column("desired", justify="right")
-        table.add_column("")
+        table.add_column("", min_width=14)
         for row in rows:
             cost = manifests.VARIANTS[row["variant"]][2]
             starting = row["desired"] - row["ready"]
