@@ -23,6 +23,7 @@ from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import rfc3339, utc_now
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.errors import NotFoundError
+from tidemill.kube.informer import Informer
 from tidemill.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -257,15 +258,20 @@ class Harness:
 
     async def caught_up(self) -> None:
         """Until the informers hold what the API server holds."""
-        for informer in self.controller.world.informers:
-            if informer.absent:
-                continue
-            selectors = informer._selectors
-            page = await self.controller._client.list(informer.resource, informer.namespace, **selectors)
-            wanted = {ObjectKey.of(o): o["metadata"]["resourceVersion"] for o in page.items}
-            async with asyncio.timeout(5):
-                while {k: e.resource_version for k, e in informer.store._entries.items()} != wanted:
-                    await asyncio.sleep(0.005)
+        async with asyncio.timeout(10):
+            for informer in self.controller.world.informers:
+                # Asked again each time: objects may change while this waits.
+                while not informer.absent and await self._listed(informer) != _held(informer):
+                    await asyncio.sleep(0.01)
+
+    async def _listed(self, informer: Informer[Any]) -> dict[ObjectKey, str]:
+        client = self.controller._client
+        page = await client.list(informer.resource, informer.namespace, **informer._selectors)
+        return {ObjectKey.of(obj): obj["metadata"]["resourceVersion"] for obj in page.items}
+
+
+def _held(informer: Informer[Any]) -> dict[ObjectKey, str]:
+    return {key: entry.resource_version for key, entry in informer.store._entries.items()}
 
 
 OPTIONS = ControllerOptions(health_address="127.0.0.1:0", identity="test")
