@@ -33,6 +33,12 @@ def fill(cluster: LocalCluster, variants: int, replicas: int) -> None:
     namespaces = kind("", "v1", "namespaces")
     for name in (NAMESPACE, "workload-variant-autoscaler-system"):
         registry.create(namespaces, "", {"metadata": {"name": name}})
+    thresholds = {"default": "kvCacheThreshold: 0.80\nkvSpareTrigger: 0.10"}
+    registry.create(
+        kind("", "v1", "configmaps"),
+        "workload-variant-autoscaler-system",
+        {"metadata": {"name": "wva-saturation-scaling-config"}, "data": thresholds},
+    )
     crd = kind("apiextensions.k8s.io", "v1", "customresourcedefinitions")
     registry.create(crd, "", variant_autoscaling_crd())
     deployments, sets = kind("apps", "v1", "deployments"), kind("apps", "v1", "replicasets")

@@ -258,3 +258,30 @@ async def test_the_controller_may_be_killed(installed: LocalCluster, kubectl: Ku
         return await desired() is None
 
     await eventually(noticed, within=15)
+
+
+async def test_explain_without_an_autoscaler(cluster: LocalCluster, kubectl: Kubectl) -> None:
+    await create_namespace(cluster.client, NAMESPACE)
+    await cluster.client.create(VARIANT_AUTOSCALINGS, variant("va", "dep"), NAMESPACE)
+
+    async def explain(*args: str) -> tuple[int, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            program("tidemill"), "explain", *args, "-n", NAMESPACE, "--kubeconfig", str(kubectl.kubeconfig),
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        return process.returncode or 0, out.decode(), err.decode()
+
+    code, out, _ = await explain("va/va")
+    assert code == 0
+    assert "No leading autoscaler could be asked" in out
+    code, out, _ = await explain("va/va", "-o", "json")
+    assert orjson.loads(out) == {"variant": f"{NAMESPACE}/va", "conditions": [], "decisions": None}
+    code, _, err = await explain("va/nope")
+    assert (code, err.strip()) == (
+        1,
+        f'tidemill explain: VariantAutoscaling "nope" not found in namespace "{NAMESPACE}"',
+    )
+    code, _, err = await explain("pod/x")
+    assert code == 2
+    assert "must be va/NAME" in err

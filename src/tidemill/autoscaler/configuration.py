@@ -161,7 +161,12 @@ class Configuration:
     def _tell(self, view: ConfigMapView, problems: list[Problem], slot: str = "") -> None:
         """Report problems that were not reported yet. Once mended, they would be news again. Problems of
         merging belong to the `slot` of one model, those of reading to the map."""
-        self._problems[view.key, slot] = (view, problems)
+        place = (view.key, slot)
+        if not problems and place not in self._problems:
+            return  # as for nearly every model in every cycle
+        self._problems[place] = (view, problems)
+        if not problems:
+            del self._problems[place]
         self._report_all(view, [problem for problem in problems if problem not in self._told])
         self._told = {p for _, found in self._problems.values() for p in found}
 

@@ -22,7 +22,7 @@ from tidemill.autoscaler.engine import Engine
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
-from tidemill.autoscaler.views import ConfigMapView, VariantView
+from tidemill.autoscaler.views import ConfigMapView
 from tidemill.autoscaler.watches import Watches
 from tidemill.autoscaler.web import health_app, listen, metrics_app
 from tidemill.autoscaler.world import World
@@ -240,7 +240,7 @@ class Controller:
 
     def _on_decision(self, decision: Decision, before: Decision | None) -> None:
         self._enqueue(decision.variant)
-        view = self._view(decision)
+        view = self.world.view_of(decision.variant)
         if view is None or self._options.dry_run:
             return
         if decision.direction is not Direction.HOLD:
@@ -249,13 +249,6 @@ class Controller:
         known = None if before is None or before.metrics.status else before.metrics.reason
         if not decision.metrics.status and known is not decision.metrics.reason:
             self.recorder.event(ref_of(view), "Warning", "MetricsUnavailable", decision.metrics.message)
-
-    def _view(self, decision: Decision) -> VariantView | None:
-        """What the decision is about: an object, or the stand-in for a managed scaler."""
-        found = self.world.variants.store.get(decision.variant)
-        if found is not None:
-            return found
-        return next((v for v in self.world.our_variants() if v.uid == decision.uid), None)
 
     def _report_config(self, view: ConfigMapView, type_: EventType, reason: str, message: str) -> None:
         about = ObjectRef("v1", "ConfigMap", view.key.namespace, view.key.name, view.uid)

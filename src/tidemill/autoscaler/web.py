@@ -53,8 +53,8 @@ def metrics_app(registry: CollectorRegistry) -> web.Application:
 
 async def listen(app: web.Application, address: str, *, flag: str) -> web.AppRunner:
     """Serve `app` on host:port (no host is all). Raises ValueError naming `flag` for another form."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{flag}: invalid value {address!r}: must be host:port or :port")
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -200,6 +200,16 @@ class World:
                     found.setdefault(variant.key, variant)
         return [found[key] for key in sorted(found)]
 
+    def view_of(self, key: ObjectKey) -> VariantView | None:
+        """The object by this name, or the stand-in for a managed scaler."""
+        if (view := self.variants.store.get(key)) is not None:
+            return view
+        for informer in (self.scaled_objects, self.hpas):
+            scaler = informer.store.get(key)
+            if scaler is not None and scaler.variant is not None:
+                return scaler.variant
+        return None
+
     def _usable(self, view: VariantView) -> ValidVariant | None:
         variant = usable(view) if self.is_ours(view) else None
         return None if variant is None or variant.spec.metadata.deletion_timestamp else variant
