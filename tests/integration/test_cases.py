@@ -734,7 +734,9 @@ class TestRestart:
         async with running(wva.client, source=source) as first:
             await first.cycle()
             assert first.desired("va") == 3
-        # Nothing has moved the replicas yet. A successor must neither forget the step nor take it twice.
+        # Nothing has moved the replicas yet. A successor must neither take the step twice nor forget it, also
+        # when what it sees by now would not call for it.
+        source.put_all(pods, 0.6, 0)
         async with running(wva.client, source=source) as second:
             assert second.desired("va") == 3
             for _ in range(3):

@@ -15,10 +15,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE
+from tidemill.api.variant import Reason
 from tidemill.autoscaler.actuation import MetricsActuator, ScaleActuator
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore
-from tidemill.autoscaler.engine import Engine
+from tidemill.autoscaler.engine import NOT_STARTED, Engine
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
@@ -246,8 +247,8 @@ class Controller:
         if decision.direction is not Direction.HOLD:
             word = {Direction.UP: "ScaledUp", Direction.DOWN: "ScaledDown"}[decision.direction]
             self.recorder.event(ref_of(view), "Normal", word, decision.explanation.sentence)
-        known = None if before is None or before.metrics.status else before.metrics.reason
-        if not decision.metrics.status and known is not decision.metrics.reason:
+        # A model that starts is no cause for alarm; numbers that were there and go are.
+        if _lost(decision) and (before is None or _lost(before) is not decision.metrics.reason):
             self.recorder.event(ref_of(view), "Warning", "MetricsUnavailable", decision.metrics.message)
 
     def _report_config(self, view: ConfigMapView, type_: EventType, reason: str, message: str) -> None:
@@ -270,6 +271,12 @@ class Controller:
                 f"{options.namespace}/wva-manager-config; set it, or start with --metrics-source direct"
             )
         return PrometheusSource(PrometheusClient(config))
+
+
+def _lost(decision: Decision) -> Reason | None:
+    """Why the numbers of a variant that serves cannot be used, if they cannot."""
+    metrics = decision.metrics
+    return None if metrics.status or metrics.message == NOT_STARTED else metrics.reason
 
 
 async def run_controller(controller: Controller, stop: asyncio.Event) -> None:

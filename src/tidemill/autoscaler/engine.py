@@ -41,6 +41,7 @@ from tidemill.metrics.samples import (
 log = structlog.get_logger(__name__)
 
 COLLECT_DEADLINE = 8.0  # of the 10 s that a cycle may take
+NOT_STARTED = "no replica is ready and reporting yet"
 NAMED = 5  # pods named in a message; the rest is counted
 
 
@@ -267,8 +268,7 @@ class Engine:
             return Verdict(False, Reason.PROMETHEUS_ERROR, f"model {model!r}: {failure}")
         serving = [r for r in member.ready if r.sample is not None or not self._is_new(r.pod, thresholds)]
         if not serving:
-            message = "no replica is ready and reporting yet"
-            return Verdict(False, Reason.METRICS_MISSING, message)
+            return Verdict(False, Reason.METRICS_MISSING, NOT_STARTED)
         names = {name for r in serving if r.sample is not None for name in r.sample.models}
         if names and model not in names:
             listed = ", ".join(repr(name) for name in sorted(names))

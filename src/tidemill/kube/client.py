@@ -145,7 +145,9 @@ class KubeClient:
             "fieldSelector": field_selector,
         }
         timeout = aiohttp.ClientTimeout(total=timeout_seconds + grace, connect=REQUEST_TIMEOUT)
-        async with await self._request("GET", resource.path(namespace), query=query, timeout=timeout) as response:
+        async with await self._request(
+            "GET", resource.path(namespace), query=query, timeout=timeout, session=self._watch_session
+        ) as response:
             pending = b""
             async for chunk in response.content.iter_any():
                 *lines, pending = (pending + chunk).split(b"\n") if pending else chunk.split(b"\n")

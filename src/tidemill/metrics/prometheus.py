@@ -70,7 +70,6 @@ class PrometheusClient:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._ssl = _ssl_context(config)
-        self._token = _Token(config)
 
     async def query(self, query: str, timeout: float) -> list[Row]:
         """The rows of an instant vector. Raises PrometheusError."""
@@ -87,10 +86,7 @@ class PrometheusClient:
             await self._session.close()
 
     async def _query(self, query: str, timeout: float) -> list[Row]:
-        status, content_type, body = await self._send(query, timeout, self._token.read())
-        if status == 401:
-            # The token may have rotated between two reads of its file.
-            status, content_type, body = await self._send(query, timeout, self._token.read(again=True))
+        status, content_type, body = await self._send(query, timeout)
         answer = self._decode(status, content_type, body)
         if answer.get("status") != "success":
             reason = f"{answer.get('errorType', 'error')}: {answer.get('error', 'no message')}"
@@ -100,11 +96,12 @@ class PrometheusClient:
             raise PrometheusError(f"{self._config.base_url} answered a {data.get('resultType')}, not a vector")
         return [Row(item["metric"], float(item["value"][1])) for item in data["result"]]
 
-    async def _send(self, query: str, timeout: float, token: str) -> tuple[int, str, bytes]:
+    async def _send(self, query: str, timeout: float) -> tuple[int, str, bytes]:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._ssl, limit=16))
         parameters = {"query": query, "timeout": f"{timeout:g}s"}
         long = len(query) > GET_LIMIT
+        token = self._token()
         async with self._session.request(
             "POST" if long else "GET",
             f"{self._config.base_url}/api/v1/query",
@@ -114,6 +111,11 @@ class PrometheusClient:
             server_hostname=self._config.server_name or None,
         ) as response:
             return response.status, response.content_type, await response.read()
+
+    def _token(self) -> str:
+        """The bearer token. A file is read for every query: it is small, and rotates without notice."""
+        path = self._config.token_path
+        return Path(path).read_text().strip() if path else self._config.bearer_token
 
     def _decode(self, status: int, content_type: str, body: bytes) -> dict[str, Any]:
         try:
@@ -301,23 +303,6 @@ class _IntervalEstimate:
             self._interval = smallest if self._interval is None else min(self._interval, smallest)
         self._last = times
         return self._interval
-
-
-class _Token:
-    """The bearer token, read again whenever its file has changed."""
-
-    def __init__(self, config: PrometheusConfig) -> None:
-        self._fixed = config.bearer_token
-        self._path = Path(config.token_path) if config.token_path else None
-        self._read: tuple[int, str] = (-1, "")
-
-    def read(self, *, again: bool = False) -> str:
-        if self._path is None:
-            return self._fixed
-        changed = self._path.stat().st_mtime_ns
-        if again or changed != self._read[0]:
-            self._read = (changed, self._path.read_text().strip())
-        return self._read[1]
 
 
 def _ssl_context(config: PrometheusConfig) -> ssl.SSLContext | bool:
