@@ -845,3 +845,25 @@ async def test_a_pod_that_just_became_ready_is_given_time_to_report(fleet: Fleet
     await harness.cycle()
     assert (await fleet.condition("va", "MetricsAvailable"))["status"] == "True"
     assert harness.desired("va") == 1
+
+
+async def test_a_kind_of_target_that_is_not_served_yet_says_so(fleet: Fleet, harness: Harness) -> None:
+    target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "group"}
+    await fleet.variant("va", scaleTargetRef=target)
+    await harness.caught_up()
+    await harness.settle()
+    found = await fleet.condition("va", "TargetResolved")
+    assert (found["status"], found["reason"]) == ("False", "TargetNotFound")
+    assert "kind LeaderWorkerSet is not served by this version" in found["message"]
+
+
+async def test_two_engines_of_a_mixed_model_share_one_average(fleet: Fleet, harness: Harness) -> None:
+    """Averages run over all variants together, the cheapest grows, and only it."""
+    cheap = await fleet.deployment("cheap", 1)
+    dear = await fleet.deployment("dear", 1)
+    await fleet.variant("va-cheap", "cheap", variantCost="5")
+    await fleet.variant("va-dear", "dear", variantCost="20")
+    harness.source.put_all(cheap, 0.79, 0)
+    harness.source.put_all(dear, 0.70, 0)
+    await harness.cycle()
+    assert (harness.desired("va-cheap"), harness.desired("va-dear")) == (2, 1)

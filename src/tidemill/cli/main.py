@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Coroutine, Generator
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,16 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         asyncio.run(main)
     else:
         uvloop.run(main)
+
+
+@contextlib.contextmanager
+def _local_extra() -> Generator[None]:
+    """Imports of what a production install leaves out."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        typer.echo(f"tidemill: {error.name} is missing: pip install 'tidemill[local]'", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -196,7 +207,8 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Leave the cluster up afterwards, until Ctrl-C.")] = False,
 ) -> None:
     """Show it all on this machine: a cluster, two variants of a model, a load that comes and goes."""
-    from tidemill.cli.demo.run import demo as main
+    with _local_extra():
+        from tidemill.cli.demo.run import demo as main
 
     run(main(duration=duration, output=output, keep=keep))
 
@@ -209,6 +221,7 @@ def cluster(
     port: Annotated[int, typer.Option(help="Port of the API server; 0 takes a free one.")] = 0,
 ) -> None:
     """Run a local Kubernetes-compatible cluster: pods are processes of this machine."""
-    from tidemill.cli.cluster import serve
+    with _local_extra():
+        from tidemill.cli.cluster import serve
 
     run(serve(directory=directory, port=port))

@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
-from kubernetes.aio.config import incluster_config, kube_config
+from kubernetes.aio.config import ConfigException, incluster_config, kube_config
 
 from tidemill.kube.errors import ApiError, NotFoundError
 from tidemill.kube.resources import Json, Resource
@@ -73,6 +73,8 @@ class KubeClient:
         """The cluster that `kubeconfig` names; without one $KUBECONFIG, then the pod's own, then
         ~/.kube/config. Raises ConfigException when there is none of them."""
         configuration: Configuration = type.__call__(Configuration)
+        if kubeconfig and not Path(kubeconfig).is_file():
+            raise ConfigException(f"kubeconfig {kubeconfig!r} is no file")
         if kubeconfig or os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
             await kube_config.load_kube_config(
                 config_file=kubeconfig, context=context, client_configuration=configuration
