@@ -744,6 +744,19 @@ class TestRestart:
                 assert second.desired("va") == 3
             assert (await fleet.status("va"))["desiredOptimizedAlloc"]["numReplicas"] == 3
 
+    async def test_a_target_replaced_while_nobody_looked_inherits_nothing(
+        self, wva: LocalCluster, fleet: Fleet
+    ) -> None:
+        pods = await fleet.deployment("dep", 2)
+        await fleet.variant("va", "dep")
+        alloc = {"accelerator": "A100", "numReplicas": 7, "lastRunTime": "2026-01-01T00:00:00Z"}
+        status = {"status": {"desiredOptimizedAlloc": alloc}}
+        await fleet.client.patch(VARIANT_AUTOSCALINGS, "va", status, NAMESPACE, sub="status")
+        source = ScriptedSource()
+        source.put_all(pods, 0.6, 0)
+        async with running(wva.client, source=source) as harness:
+            assert harness.desired("va") == 2
+
     async def test_a_recreated_variant_inherits_nothing(self, fleet: Fleet, harness: Harness) -> None:
         pods = await fleet.deployment("dep", 2)
         await fleet.variant("va", "dep")

@@ -95,6 +95,7 @@ class Engine:
         self._now = now
         self._dry_run = dry_run
         self._woken = asyncio.Event()
+        self._scheduled_at = self._due = 0.0  # of the event loop's clock
         self._noted: set[str] = set()
 
     def wake(self) -> None:
@@ -104,12 +105,12 @@ class Engine:
     async def run(self, after_cycle: Callable[[], None]) -> None:
         """Cycle until cancelled. `after_cycle` is called after each scheduled one (the periodic pass)."""
         clock = asyncio.get_running_loop().time
-        due = clock()
+        self._due = clock()
         while True:
             self._woken.clear()
-            scheduled = clock() >= due
+            scheduled = clock() >= self._due
             if scheduled:
-                due = clock() + self._configuration.manager.interval
+                self._scheduled_at = clock()
             with self._instruments.cycle():
                 try:
                     await self.cycle()
@@ -118,23 +119,25 @@ class Engine:
                     self._instruments.error("engine", "CycleFailed")
             if scheduled:
                 after_cycle()
-            await self._wait_until(due)
-            # A shorter interval counts from now on, not after the longer one has passed.
-            due = min(due, clock() + self._configuration.manager.interval)
+            await self._wait()
 
-    async def _wait_until(self, due: float) -> None:
-        """Until the next cycle is due, somebody wakes the engine, or the interval changes."""
+    async def _wait(self) -> None:
+        """Until somebody wakes the engine or the interval since the last scheduled cycle is over, as it is
+        configured by then: a change counts at once."""
         clock = asyncio.get_running_loop().time
-        self._configuration.changed.clear()
-        waits = {
-            asyncio.ensure_future(self._woken.wait()),
-            asyncio.ensure_future(self._configuration.changed.wait()),
-        }
-        try:
-            await asyncio.wait(waits, timeout=max(0.0, due - clock()), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        changed = self._configuration.changed
+        while not self._woken.is_set():
+            changed.clear()
+            self._due = self._scheduled_at + self._configuration.manager.interval
+            left = self._due - clock()
+            if left <= 0:
+                return
+            waits = {asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(changed.wait())}
+            try:
+                await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
 
     async def cycle(self) -> None:
         """One pass over all variants."""
@@ -229,14 +232,8 @@ class Engine:
             self._configuration.scale_to_zero(model=model, namespace=namespace, tracked=tracked),
         )
         by_name = {member.variant.key.name: member for member in group}
-        return [
-            (
-                self._decision(by_name[target.variant], target, verdicts[by_name[target.variant].variant.key]),
-                member,
-            )
-            for target in decided
-            for member in [by_name[target.variant]]
-        ]
+        pairs = [(target, by_name[target.variant]) for target in decided]
+        return [(self._decision(m, target, verdicts[m.variant.key]), m) for target, m in pairs]
 
     def _state(self, member: Member, reporting: int) -> VariantState:
         spec = member.variant.spec.spec
@@ -244,7 +241,7 @@ class Engine:
             name=member.variant.key.name,
             cost=member.variant.spec.cost,
             current=member.target.replicas,
-            desired=self._last_desired(member.variant),
+            desired=self._last_desired(member),
             reporting=reporting,
             ready=len(member.ready),
             min_replicas=spec.min_replicas,
@@ -252,13 +249,18 @@ class Engine:
             stalled=member.target.stalled,
         )
 
-    def _last_desired(self, variant: ValidVariant) -> int | None:
+    def _last_desired(self, member: Member) -> int | None:
         """The last decision: from memory, and after a restart from the status that it was written to."""
+        variant, created = member.variant, member.target.created
         known = self._decisions.get(variant.key, variant.uid)
         if known is not None:
             return known.replicas
         alloc = variant.spec.status.desired_optimized_alloc
-        return None if alloc is None else alloc.num_replicas
+        if alloc is None:
+            return None
+        if alloc.last_run_time is not None and created is not None and alloc.last_run_time < created:
+            return None  # decided for an earlier target of this name
+        return alloc.num_replicas
 
     def _metrics_verdict(self, member: Member, snapshot: Snapshot, thresholds: FreshnessThresholds) -> Verdict:
         """Whether every serving replica of a variant has numbers that can decide, and if not, which lacks

@@ -63,7 +63,7 @@ class Reconciler:
         variant = usable(view)
         if variant is None:
             self._forget(key)
-            wanted = self._status_without_target(current, _unusable(view), "")
+            wanted = self._status_without_target(current, _unusable(view))
         else:
             wanted = self._status(variant, current)
             if isinstance(view, InvalidVariant):
@@ -80,15 +80,13 @@ class Reconciler:
             message = f"{target} is already scaled by VariantAutoscaling {owner.key.name}, which is older"
             if _condition(current, ConditionType.READY).get("message") != message:
                 self._recorder.event(ref_of(variant), "Warning", Reason.TARGET_CONFLICT, message)
-            status = self._status_without_target(
-                current, Verdict(False, Reason.TARGET_CONFLICT, message), f"{target.name}"
-            )
+            status = self._status_without_target(current, Verdict(False, Reason.TARGET_CONFLICT, message))
             found = Verdict(True, Reason.TARGET_FOUND, f"Scale target {target.kind} {target.name} found")
             return self._with(status, ConditionType.TARGET_RESOLVED, found, variant)
         if self._world.target_of(variant) is None:
             self._forget(variant.key)
             gone = Verdict(False, Reason.DEPLOYMENT_NOT_FOUND, TARGET_GONE_MESSAGE)
-            status = self._status_without_target(current, gone, target.name)
+            status = self._status_without_target(current, gone)
             hint = ""
             if target.kind != "Deployment":
                 hint = f": kind {target.kind} is not served by this version, only Deployment is"
@@ -124,7 +122,7 @@ class Reconciler:
             "actuation": {"applied": decision.applied},
         }
 
-    def _status_without_target(self, current: Json, ready: Verdict, target: str) -> Json:
+    def _status_without_target(self, current: Json, ready: Verdict) -> Json:
         """Nothing is decided for a variant without a target, and nothing that was may be shown any more."""
         conditions = set_condition(
             [

@@ -63,6 +63,7 @@ class DeploymentView:
     ready: int
     stalled: bool  # the rollout passed its progress deadline
     accelerator: str | None
+    created: dt.datetime | None
     deleting: bool
 
 
@@ -241,6 +242,7 @@ def deployment_view(obj: Json) -> DeploymentView:
         ready=status.get("readyReplicas") or 0,
         stalled=progress.get("status") == "False" and progress.get("reason") == "ProgressDeadlineExceeded",
         accelerator=accelerator_of(template),
+        created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         deleting="deletionTimestamp" in metadata,
     )
 
