@@ -63,14 +63,20 @@ class Reconciler:
         variant = usable(view)
         if variant is None:
             self._forget(key)
+            self._tell(view, current, ConditionType.READY, _unusable(view))
             wanted = self._status_without_target(current, _unusable(view))
         else:
             wanted = self._status(variant, current)
             if isinstance(view, InvalidVariant):
+                self._tell(view, current, ConditionType.OPTIMIZATION_READY, _unusable(view))
                 wanted = self._with(wanted, ConditionType.OPTIMIZATION_READY, _unusable(view), view)
-        if isinstance(view, InvalidVariant):
-            self._recorder.event(ref_of(view), "Warning", "InvalidConfiguration", _unusable(view).message)
         await self._write(view, current, wanted)
+
+    def _tell(self, view: VariantView, current: Json, type_: ConditionType, verdict: Verdict) -> None:
+        """An event for what is about to be said in a condition, unless it is said there already."""
+        said = find_condition(current.get("conditions") or (), type_) or {}
+        if not self._dry_run and said.get("message") != verdict.message:
+            self._recorder.event(ref_of(view), "Warning", verdict.reason, verdict.message)
 
     def _status(self, variant: ValidVariant, current: Json) -> Json:
         target = variant.spec.target
@@ -78,9 +84,9 @@ class Reconciler:
         if owner is not None and owner.key != variant.key:
             self._forget(variant.key)
             message = f"{target} is already scaled by VariantAutoscaling {owner.key.name}, which is older"
-            if _condition(current, ConditionType.READY).get("message") != message:
-                self._recorder.event(ref_of(variant), "Warning", Reason.TARGET_CONFLICT, message)
-            status = self._status_without_target(current, Verdict(False, Reason.TARGET_CONFLICT, message))
+            conflict = Verdict(False, Reason.TARGET_CONFLICT, message)
+            self._tell(variant, current, ConditionType.READY, conflict)
+            status = self._status_without_target(current, conflict)
             found = Verdict(True, Reason.TARGET_FOUND, f"Scale target {target.kind} {target.name} found")
             return self._with(status, ConditionType.TARGET_RESOLVED, found, variant)
         if self._world.target_of(variant) is None:
@@ -205,10 +211,6 @@ def _unusable(view: VariantView) -> Verdict:
     kept = "; the last good spec stays in force" if view.last_good is not None else ""
     message = "; ".join(str(problem) for problem in view.problems) + kept
     return Verdict(False, Reason.INVALID_CONFIGURATION, message)
-
-
-def _condition(status: Json, type_: ConditionType) -> Mapping[str, Any]:
-    return find_condition(status.get("conditions") or (), type_) or {}
 
 
 def _without_time(status: Json) -> Json:

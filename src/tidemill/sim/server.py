@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 import uuid
@@ -377,5 +376,4 @@ async def serve(config: ServerConfig) -> None:
         await stop.wait()
         print("draining", flush=True)
     finally:
-        with contextlib.suppress(asyncio.CancelledError):
-            await runner.cleanup()
+        await runner.cleanup()

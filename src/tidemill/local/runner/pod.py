@@ -20,7 +20,7 @@ import structlog
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import set_condition
-from tidemill.kube.errors import ApiError, NotFoundError
+from tidemill.kube.errors import ApiError, ConflictError, NotFoundError
 from tidemill.kube.resources import PODS, Json, ObjectKey
 from tidemill.local.runner import sandbox
 from tidemill.local.runner.logs import ContainerLog
@@ -121,10 +121,20 @@ class PodWorker:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _confirm_deletion(self) -> None:
-        with contextlib.suppress(ApiError, aiohttp.ClientError, OSError, TimeoutError):
-            await self._client.delete(
-                PODS, self._key.name, self._key.namespace, grace_period_seconds=0, uid=self._uid
-            )
+        """Tell the API server that nothing runs any more, until it has heard it."""
+        delay = 0.2
+        while True:
+            try:
+                await self._client.delete(
+                    PODS, self._key.name, self._key.namespace, grace_period_seconds=0, uid=self._uid
+                )
+                return
+            except ConflictError:
+                return  # another pod by this name: ours is gone
+            except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                log.info("deletion not confirmed", pod=str(self._key), error=str(error))
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 10.0)
 
     async def _end_processes(self) -> None:
         alive = [c.process for c in self._containers if c.process and c.process.returncode is None]
