@@ -203,6 +203,8 @@ class Controller:
             now=self._now,
             dry_run=options.dry_run,
         )
+        # Others may have led since this process did: what they decided is in the status, and counts.
+        self.decisions.keep_only(())
         self._leading = True
         self.configuration.report_again()
         try:

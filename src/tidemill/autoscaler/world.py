@@ -98,15 +98,18 @@ class World:
             namespace=watch_namespace,
             indexers={"ip": lambda pod: [pod.ip] if pod.ip else []},
         )
+        # The original's role lists no scalers: a cluster that was set up for it is served all the same.
         self.hpas: Informer[ScalerView] = watched(
             HORIZONTAL_POD_AUTOSCALERS,
             decode=partial(scaler_view, "HorizontalPodAutoscaler"),
+            optional=True,
             namespace=watch_namespace,
             indexers={"target": _by_scaled},
         )
         self.scaled_objects: Informer[ScalerView] = watched(
             SCALED_OBJECTS,
             decode=partial(scaler_view, "ScaledObject"),
+            optional=True,
             namespace=watch_namespace,
             indexers={"target": _by_scaled},
         )
@@ -126,6 +129,7 @@ class World:
         self.service_monitors: Informer[ServiceMonitorView] = watched(
             SERVICE_MONITORS,
             decode=service_monitor_view,
+            optional=True,
             namespace=namespace,
             field_selector=f"metadata.name={SERVICE_MONITOR}",
         )

@@ -34,6 +34,10 @@ class NotFoundError(ApiError):
     """The object, or its whole kind, is not there."""
 
 
+class ForbiddenError(ApiError):
+    """The role of this process does not allow it; the message names verb and kind."""
+
+
 class ConflictError(ApiError):
     """The object changed since it was read: read again and decide again."""
 
@@ -52,6 +56,7 @@ class InvalidError(ApiError):
 
 _BY_REASON: dict[str, type[ApiError]] = {
     "NotFound": NotFoundError,
+    "Forbidden": ForbiddenError,
     "Conflict": ConflictError,
     "AlreadyExists": AlreadyExistsError,
     "Expired": GoneError,
@@ -59,6 +64,7 @@ _BY_REASON: dict[str, type[ApiError]] = {
     "Invalid": InvalidError,
 }
 _BY_CODE: dict[int, type[ApiError]] = {
+    403: ForbiddenError,
     404: NotFoundError,
     409: ConflictError,
     410: GoneError,

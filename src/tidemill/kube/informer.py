@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.kube.backoff import Backoff
 from tidemill.kube.client import KubeClient, WatchEvent
-from tidemill.kube.errors import ApiError, GoneError, NotFoundError
+from tidemill.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from tidemill.kube.resources import Json, ObjectKey, Resource
 
 T = TypeVar("T")
@@ -112,7 +112,8 @@ class Informer(Generic[T]):
     """List and watch one kind into a `Store` of what `decode` keeps of each object.
 
     `decode` must not raise: what it cannot read it should return as such. Handlers are called in the
-    event loop, in order, after the store has changed.
+    event loop, in order, after the store has changed. A kind that the cluster does not serve counts as
+    synced and is looked for again now and then; so does an `optional` one that the role may not list.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Informer(Generic[T]):
         grace: float = 10.0,
         page_size: int = 500,
         absent_retry: float = 30.0,
+        optional: bool = False,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.resource = resource
@@ -141,6 +143,7 @@ class Informer(Generic[T]):
         self._grace = grace
         self._page_size = page_size
         self._absent_retry = absent_retry
+        self._optional = optional
         self._draw = draw
         self._handlers: list[Handler[T]] = []
         self._version: str | None = None
@@ -190,7 +193,15 @@ class Informer(Generic[T]):
                 log.info("watch expired, listing again", kind=str(self.resource), reason=error.message)
                 self._version = None
             except NotFoundError:
-                self._kind_is_absent()
+                self._error = None
+                self._kind_is_absent("kind is not served by this cluster")
+                delay = self._absent_retry
+            except ForbiddenError as error:
+                self._error = error.message
+                if self._optional:
+                    self._kind_is_absent(error.message)
+                else:
+                    log.warning("watch refused", kind=str(self.resource), error=error.message)
                 delay = self._absent_retry
             except (ApiError, aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
                 self._error = f"{type(error).__name__}: {error}"
@@ -289,11 +300,10 @@ class Informer(Generic[T]):
             except Exception:
                 log.exception("event handler failed", kind=str(self.resource), key=str(event.key))
 
-    def _kind_is_absent(self) -> None:
+    def _kind_is_absent(self, why: str) -> None:
         if not self._absent:
-            log.info("kind is not served by this cluster", kind=str(self.resource), retry_s=self._absent_retry)
+            log.info(why, kind=str(self.resource), retry_s=self._absent_retry)
         self._absent = True
-        self._error = None
         self._version = None
         for key in [key for key, _ in self.store.items()]:
             self._delete(key)

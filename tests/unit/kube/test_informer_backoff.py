@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 from tests.clock import run_virtual
 
 from tidemill.kube.client import ListPage, WatchEvent
-from tidemill.kube.errors import ApiError, NotFoundError
+from tidemill.kube.errors import ApiError, ForbiddenError, NotFoundError
 from tidemill.kube.informer import Informer, identity
 from tidemill.kube.resources import PODS
 
@@ -50,6 +51,29 @@ def test_a_watch_that_is_closed_at_once_backs_off() -> None:
 
 def test_a_refusing_server_is_not_stormed() -> None:
     assert 3 <= requests_in(30, StubClient(list_error=ApiError(500, "InternalError", "x"))) <= 15
+
+
+FORBIDDEN = ForbiddenError(403, "Forbidden", 'pods is forbidden: cannot list resource "pods"')
+
+
+def test_what_the_role_may_not_list_is_said_and_asked_for_now_and_then() -> None:
+    assert 2 <= requests_in(61, StubClient(list_error=FORBIDDEN)) <= 3
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_an_optional_kind_that_may_not_be_listed_holds_nothing_up(optional: bool) -> None:
+    async def main() -> tuple[bool, bool, str | None]:
+        client = StubClient(list_error=FORBIDDEN)
+        informer = Informer(client, PODS, decode=identity, optional=optional)  # type: ignore[arg-type]
+        task = asyncio.create_task(informer.run())
+        await asyncio.sleep(1)
+        task.cancel()
+        return informer.synced, informer.absent, informer.error
+
+    synced, absent, error = run_virtual(main())
+    assert (synced, absent) == (optional, optional)
+    assert error is not None
+    assert 'cannot list resource "pods"' in error
 
 
 def test_an_absent_kind_is_asked_for_now_and_then() -> None:
