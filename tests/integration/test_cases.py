@@ -453,7 +453,7 @@ class TestA35Scope:
     NAME = "wva-saturation-scaling-config"
 
     def threshold(self, harness: Harness, namespace: str = "x") -> float:
-        settings, _ = harness.controller.configuration.saturation(
+        settings = harness.controller.configuration.saturation(
             model=MODEL, namespace=namespace, accelerator="A100",
             tracked=namespace in harness.controller.world.tracked_namespaces(),
         )  # fmt: skip
@@ -645,7 +645,7 @@ class TestBadInput:
         for word in (name, key, rule, "last good value in force"):
             assert word in event["message"]
         configuration = harness.controller.configuration
-        settings, _ = configuration.saturation(model="m", namespace="n", accelerator="x", tracked=False)
+        settings = configuration.saturation(model="m", namespace="n", accelerator="x", tracked=False)
         assert configuration.manager.interval == (30 if name == "wva-manager-config" else 60)
         assert float(settings.kv_cache_threshold) == (0.8 if name == "wva-manager-config" else 0.6)
 

@@ -466,6 +466,19 @@ async def test_answers_that_are_none_hold_and_say_so(answer: Answer, words: list
             assert word in found.failures["m"]
 
 
+@pytest.mark.parametrize(("status", "split"), [(200, False), (404, False), (504, True)])
+async def test_what_is_no_prometheus_is_not_asked_again_in_the_same_cycle(status: int, split: bool) -> None:
+    """A gateway's 5xx may be about one query only; any other answer that is not JSON is about all of them."""
+
+    def answer(query: str, request: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html></html>", content_type="text/html")
+
+    async with fake_prometheus(answer) as (url, seen), source_of(url) as source:
+        found = await source.collect({"a": None, "b": None}, deadline=8)
+        assert set(found.failures) == {"a", "b"}
+        assert len(seen) == found.queries == (12 if split else 4)
+
+
 async def test_nobody_there() -> None:
     async with source_of("http://127.0.0.1:1") as source:
         found = await source.collect({"a": None, "b": None}, deadline=8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
 from tidemill.autoscaler.world import World
@@ -40,25 +40,20 @@ class Attributed:
     """Samples by pod, and how many series belong to nobody, by namespace and reason."""
 
     samples: Mapping[ObjectKey, PodSample]
-    unattributed: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    unattributed: Mapping[tuple[str, str], int]
 
 
 def attribute(world: World, series: Iterable[SeriesSample]) -> Attributed:
     """Put every series to its pod."""
-    by_pod: dict[ObjectKey, list[SeriesSample]] = {}
+    by_pod: dict[ObjectKey, tuple[PodView, list[SeriesSample]]] = {}
     unattributed: Counter[tuple[str, str]] = Counter()
     for sample in series:
         pod = pod_of_series(world, sample)
         if pod is None:
             unattributed[sample.id.namespace, "no such pod"] += 1
         else:
-            by_pod.setdefault(pod.key, []).append(sample)
-    samples: dict[ObjectKey, PodSample] = {}
-    for key, found in by_pod.items():
-        pod = world.pods.store.get(key)
-        if pod is not None:
-            samples[key] = _merge(pod, found)
-    return Attributed(samples, unattributed)
+            by_pod.setdefault(pod.key, (pod, []))[1].append(sample)
+    return Attributed({key: _merge(pod, found) for key, (pod, found) in by_pod.items()}, unattributed)
 
 
 def pod_of_series(world: World, sample: SeriesSample) -> PodView | None:

@@ -107,9 +107,7 @@ class Configuration:
         log.warning(message)
         self._report(view, "Warning", "GlobalConfigMapDeleted", message)
 
-    def saturation(
-        self, *, model: str, namespace: str, accelerator: str, tracked: bool
-    ) -> tuple[SaturationSettings, tuple[Problem, ...]]:
+    def saturation(self, *, model: str, namespace: str, accelerator: str, tracked: bool) -> SaturationSettings:
         """Thresholds for one model. Layers that break a rule after merging are reported, once."""
         found = self._maps(SATURATION_CONFIG, namespace, tracked)
         settings, problems = resolve_saturation(
@@ -117,7 +115,7 @@ class Configuration:
         )
         for view, _ in found:
             self._tell(view, [p for p in problems if p.object == _name(view.key)], f"{namespace}/{model}")
-        return settings, tuple(problems)
+        return settings
 
     def scale_to_zero(self, *, model: str, namespace: str, tracked: bool) -> ScaleToZeroSettings:
         """Whether one model may sleep, and after how long."""

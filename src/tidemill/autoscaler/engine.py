@@ -217,7 +217,7 @@ class Engine:
             loads = [load for member in group for load in usable[member.variant.key]]
             # Thresholds differ by accelerator; for a mixed model those of its cheapest variant hold.
             lead = min(group, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
-            settings, _ = self._configuration.saturation(
+            settings = self._configuration.saturation(
                 model=model,
                 namespace=namespace,
                 accelerator=lead.accelerator,

@@ -12,13 +12,13 @@ import structlog
 from tidemill.api.variant import API_VERSION, KIND, TARGET_GONE_MESSAGE, ConditionType, Reason
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.views import InvalidVariant, ValidVariant, VariantView, usable
-from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS, World
+from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS, World, scaler_ref
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import find_condition, set_condition
 from tidemill.kube.errors import ConflictError, InvalidError, NotFoundError
 from tidemill.kube.events import EventRecorder
-from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, Json, ObjectKey, ObjectRef
+from tidemill.kube.resources import Json, ObjectKey, ObjectRef
 from tidemill.metrics.exporter import DecisionExporter
 
 log = structlog.get_logger(__name__)
@@ -197,8 +197,7 @@ class Reconciler:
 def ref_of(view: VariantView) -> ObjectRef:
     """The object to tell about: the variant, or the scaler that it stands for."""
     if isinstance(view, ValidVariant) and view.scaler is not None:
-        resource = SCALED_OBJECTS if view.scaler == "ScaledObject" else HORIZONTAL_POD_AUTOSCALERS
-        return ObjectRef(resource.api_version, resource.kind, view.key.namespace, view.key.name, view.uid)
+        return scaler_ref(view.scaler, view.key, view.uid)
     return ObjectRef(API_VERSION, KIND, view.key.namespace, view.key.name, view.uid)
 
 

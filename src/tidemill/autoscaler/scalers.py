@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tidemill.autoscaler.views import ScalerView, ValidVariant, usable
-from tidemill.autoscaler.world import SCALED_OBJECTS, World
-from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, ObjectKey, ObjectRef
+from tidemill.autoscaler.world import World, scaler_ref
+from tidemill.kube.resources import ObjectKey, ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +70,4 @@ def _word(variant: ValidVariant) -> str:
 
 
 def _ref(scaler: ScalerView) -> ObjectRef:
-    resource = SCALED_OBJECTS if scaler.kind == "ScaledObject" else HORIZONTAL_POD_AUTOSCALERS
-    return ObjectRef(resource.api_version, resource.kind, scaler.key.namespace, scaler.key.name, scaler.uid)
+    return scaler_ref(scaler.kind, scaler.key, scaler.uid)

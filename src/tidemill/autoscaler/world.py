@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from tidemill.api.managed_scaler import ScalerKind
 from tidemill.api.names import (
     CONTROLLER_INSTANCE_LABEL,
     GROUP,
@@ -46,10 +47,15 @@ from tidemill.kube.resources import (
     REPLICA_SETS,
     SERVICE_MONITORS,
     ObjectKey,
+    ObjectRef,
     Resource,
 )
 
 SCALED_OBJECTS = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+SCALERS: Mapping[ScalerKind, Resource] = {
+    "HorizontalPodAutoscaler": HORIZONTAL_POD_AUTOSCALERS,
+    "ScaledObject": SCALED_OBJECTS,
+}
 VARIANT_AUTOSCALINGS = Resource(GROUP, VERSION, f"{KIND.lower()}s", KIND)
 
 
@@ -70,7 +76,6 @@ class World:
         watch_seconds: float = 290.0,
         absent_retry: float = 30.0,
     ) -> None:
-        self.namespace = namespace
         self._instance = instance
         timing: Any = {"watch_seconds": watch_seconds, "absent_retry": absent_retry}
         watched = partial(Informer, client, **timing)
@@ -154,21 +159,8 @@ class World:
 
     @property
     def changes(self) -> int:
-        """A number that moves whenever an object that attribution looks at has changed."""
-        informers = (
-            self.variants,
-            self.deployments,
-            self.replica_sets,
-            self.pods,
-            self.hpas,
-            self.scaled_objects,
-            self.namespaces,
-        )
-        return sum(informer.store.changes for informer in informers)
-
-    @property
-    def synced(self) -> bool:
-        return all(informer.synced for informer in self.informers)
+        """A number that moves whenever anything that is watched has changed."""
+        return sum(informer.store.changes for informer in self.informers)
 
     async def wait_synced(self) -> None:
         await asyncio.gather(*(informer.wait_synced() for informer in self.informers))
@@ -267,6 +259,12 @@ class World:
             return None
         found = self.deployments.store.get(ObjectKey(target.namespace, target.name))
         return None if found is None or found.deleting else found
+
+
+def scaler_ref(kind: ScalerKind, key: ObjectKey, uid: str) -> ObjectRef:
+    """A scaler, for events about it."""
+    resource = SCALERS[kind]
+    return ObjectRef(resource.api_version, resource.kind, key.namespace, key.name, uid)
 
 
 def _by_target(view: VariantView) -> Iterable[Hashable]:

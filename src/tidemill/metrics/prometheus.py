@@ -124,7 +124,10 @@ class PrometheusClient:
             answer = None
         if not isinstance(answer, dict):
             hint = ": check the token" if status in (401, 403) else ": is PROMETHEUS_BASE_URL right?"
-            raise PrometheusError(f"{self._config.base_url} answered {status} with {content_type}, not JSON{hint}")
+            # A gateway answers 5xx for a query that takes too long, and another may fare better; anything
+            # else comes from something that is no Prometheus.
+            kind = PrometheusError if status >= 500 else PrometheusUnreachableError
+            raise kind(f"{self._config.base_url} answered {status} with {content_type}, not JSON{hint}")
         return answer
 
 
@@ -167,13 +170,13 @@ class PrometheusSource:
             return f"time() - max by ({GROUP}) ({' or '.join(parts)})"
 
         kv_names, queue_names = (KV_USAGE, KV_USAGE_OLDER), (QUEUE_LENGTH,)
-        kv, kv_age, queue, queue_age = await asyncio.gather(
+        kv, kv_age, queue, queue_age, (running, requests) = await asyncio.gather(
             cycle.ask(lambda matchers: value(kv_names, matchers)),
             cycle.ask(lambda matchers: age(kv_names, matchers)),
             cycle.ask(lambda matchers: value(queue_names, matchers)),
             cycle.ask(lambda matchers: age(queue_names, matchers)),
+            self._usage(cycle, models),
         )
-        running, requests = await self._usage(cycle, models)
         ages = {**kv_age, **queue_age}
         interval = self._intervals.observe({id_: -age_ for id_, age_ in ages.items()}, _now())
         notes: tuple[str, ...] = ()

@@ -51,10 +51,11 @@ class Record:
     @property
     def ok(self) -> bool:
         """Whether the fleet grew and shrank again."""
-        totals = self._totals()
+        totals = self.totals()
         return bool(totals) and max(totals) > totals[0] and totals[-1] < max(totals)
 
-    def _totals(self) -> list[int]:
+    def totals(self) -> list[int]:
+        """Replicas asked for, all variants together, in order of time."""
         by_time: dict[float, int] = {}
         for point in self.timeline:
             by_time[point["time"]] = by_time.get(point["time"], 0) + point["desired"]
@@ -217,7 +218,7 @@ async def _ask_controller(
 
 
 def _sum_up(record: Record, screen: Screen) -> None:
-    totals = record._totals()  # pyright: ignore[reportPrivateUsage]
+    totals = record.totals()
     for reason, count in sorted(record.failures.items()):
         screen.say(f"failed: {count} ({reason})")
     screen.say(
