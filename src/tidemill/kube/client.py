@@ -28,6 +28,9 @@ from tidemill.kube.resources import Json, Resource
 SANDBOX_ENV = "CONTAINER_SANDBOX_MOUNT_POINT"
 SERVICE_ACCOUNT_DIR = "var/run/secrets/kubernetes.io/serviceaccount"
 REQUEST_TIMEOUT = 30.0
+# A connection that has been idle for longer may have died in silence, and a request on it would wait for its
+# whole time-out. Below the grace of a watch, so that whoever acts on a watch that came back finds none.
+IDLE_SECONDS = 5.0
 
 
 class PatchType(StrEnum):
@@ -60,7 +63,10 @@ class KubeClient:
         self._proxy = rest.proxy
 
         def session(*, fresh: bool) -> aiohttp.ClientSession:
-            connector = aiohttp.TCPConnector(ssl=rest.ssl_context, limit=0, force_close=fresh)
+            idle = None if fresh else IDLE_SECONDS
+            connector = aiohttp.TCPConnector(
+                ssl=rest.ssl_context, limit=0, force_close=fresh, keepalive_timeout=idle
+            )
             return aiohttp.ClientSession(connector=connector, trust_env=True)
 
         self._session = session(fresh=False)
