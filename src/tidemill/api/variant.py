@@ -9,21 +9,13 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, ValidationError, model_validator
 
+from tidemill.api.model import ApiModel
 from tidemill.api.names import GROUP, VERSION
 from tidemill.api.problem import InvalidObjectError, problems_of
 
 TargetKind = Literal["Deployment", "LeaderWorkerSet"]
-
-
-class ApiModel(BaseModel):
-    """Camel case on the wire, snake case in Python, immutable, tolerant of fields it does not know."""
-
-    model_config = ConfigDict(
-        frozen=True, alias_generator=to_camel, populate_by_name=True, extra="ignore", use_enum_values=False
-    )
 
 
 class ConditionType(StrEnum):
@@ -133,8 +125,8 @@ class ObjectMeta(ApiModel):
     resource_version: str = ""
     creation_timestamp: str = ""
     deletion_timestamp: str | None = None
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
+    labels: Annotated[dict[str, str], Field(default_factory=dict)]
+    annotations: Annotated[dict[str, str], Field(default_factory=dict)]
 
 
 class VariantAutoscaling(ApiModel):

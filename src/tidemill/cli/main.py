@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Generator
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from tidemill import __version__
 
@@ -171,6 +172,120 @@ def autoscaler(
             ),
             dry_run=dry_run,
         )
+    )
+
+
+class _GoFlags(TyperCommand):
+    """Takes flags as the original picker does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from tidemill.cli.go_flags import translate
+
+        switches = {
+            name.lstrip("-")
+            for p in self.params
+            if getattr(p, "is_flag", False)
+            for name in p.opts
+            if p.name != "help"
+        }
+        kept, ctx.meta["without_effect"] = translate(args, switches=switches)
+        return super().parse_args(ctx, kept)
+
+
+@app.command(cls=_GoFlags)
+def picker(
+    context: typer.Context,
+    pool_name: Annotated[str, typer.Option(help="InferencePool to serve; all of the namespace when absent.")] = "",
+    pool_namespace: Annotated[
+        str | None, typer.Option(envvar="NAMESPACE", help="Namespace of the pools; all when absent.")
+    ] = None,
+    endpoints: Annotated[
+        str | None,
+        typer.Option(help="Serve the endpoints of this file, without a cluster. Re-read when it changes."),
+    ] = None,
+    pool_port: Annotated[
+        list[str] | None,
+        typer.Option(help="[NAMESPACE/]NAME=PORT: what is asked at this port is for this pool. Repeatable."),
+    ] = None,
+    config_file: Annotated[str | None, typer.Option(help="EndpointPickerConfig, as a file.")] = None,
+    config_text: Annotated[str | None, typer.Option(help="EndpointPickerConfig, as text.")] = None,
+    bind_address: Annotated[str | None, typer.Option(help="Address to listen on; all when absent.")] = None,
+    grpc_port: Annotated[int, typer.Option(help="Port for Envoy's external processing.")] = 9002,
+    grpc_health_port: Annotated[int, typer.Option(help="Port for gRPC health checks.")] = 9003,
+    metrics_port: Annotated[int, typer.Option(help="Port of /metrics, /pools, /readyz and /healthz.")] = 9090,
+    secure_serving: Annotated[bool, typer.Option(help="TLS at the gRPC port.")] = True,
+    cert_path: Annotated[
+        str | None, typer.Option(help="Directory with tls.crt and tls.key; a self-signed pair when absent.")
+    ] = None,
+    enable_cert_reload: Annotated[bool, typer.Option(help="Use a new pair when the files change.")] = False,
+    drain_timeout: Annotated[str, typer.Option(help="From SIGTERM to the end.")] = "30s",
+    refresh_metrics_interval: Annotated[str, typer.Option(help="Between two scrapes of an endpoint.")] = "50ms",
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body; a larger one gets 413.")] = 64 * 2**20,
+    answer_models: Annotated[
+        bool, typer.Option(help="Answer GET /v1/models here, with what all pools serve.")
+    ] = False,
+    emit_endpoint_scores: Annotated[bool, typer.Option(help="Add scores to the dynamic metadata.")] = False,
+    ignore_subset_hint_when_empty: Annotated[
+        bool, typer.Option(help="An empty subset hint allows every endpoint instead of none.")
+    ] = False,
+    transport: Annotated[str, typer.Option(help="lean, or grpc: the reference implementation.")] = "lean",
+    workers: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Processes that share the ports; metrics at one port after the other."),
+    ] = 1,
+    kubeconfig: Annotated[
+        str | None,
+        typer.Option(help="Kubeconfig file; without it $KUBECONFIG, the pod's own, then ~/.kube/config."),
+    ] = None,
+    kube_context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
+) -> None:
+    """Run the endpoint picker: tell Envoy which endpoint serves each request."""
+    from pathlib import Path
+
+    from tidemill.cli.autoscaler import seconds
+    from tidemill.cli.picker import Cluster, main, pool_ports, read_config
+    from tidemill.picker.director import DirectorOptions
+    from tidemill.picker.server import PickerOptions, TransportKind
+
+    if transport not in tuple(TransportKind):
+        raise typer.BadParameter(
+            f"{transport!r} is not one of {', '.join(TransportKind)}", param_hint="--transport"
+        )
+    if endpoints is not None and pool_name:
+        raise typer.BadParameter(
+            "give either a pool of the cluster or a file", param_hint="--pool-name, --endpoints"
+        )
+    if pool_name and pool_namespace is None:
+        pool_namespace = "default"
+    config, source = read_config(config_file, config_text)
+    main(
+        PickerOptions(
+            config=config,
+            config_source=source,
+            endpoints_file=None if endpoints is None else Path(endpoints),
+            pool_name=pool_name,
+            pool_namespace=pool_namespace,
+            pool_ports=pool_ports(pool_port or (), pool_namespace),
+            host=bind_address,
+            grpc_port=grpc_port,
+            health_port=grpc_health_port,
+            metrics_port=metrics_port,
+            transport=TransportKind(transport),
+            secure=secure_serving,
+            cert_path=None if cert_path is None else Path(cert_path),
+            cert_reload=enable_cert_reload,
+            drain_seconds=seconds(drain_timeout, "--drain-timeout"),
+            scrape_interval=seconds(refresh_metrics_interval, "--refresh-metrics-interval"),
+            director=DirectorOptions(
+                max_body=max_body_bytes,
+                ignore_empty_subset=ignore_subset_hint_when_empty,
+                emit_scores=emit_endpoint_scores,
+                answer_models=answer_models,
+            ),
+        ),
+        Cluster(kubeconfig, kube_context),
+        workers=workers,
+        without_effect=context.meta.get("without_effect", ()),
     )
 
 

@@ -1,0 +1,149 @@
+"""`tidemill picker`: flags and environment to options, signals to a clean end, workers beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import structlog
+import typer
+from kubernetes.aio.config import ConfigException
+
+from tidemill.api.picker_config import EndpointPickerConfig
+from tidemill.api.problem import InvalidObjectError
+from tidemill.cli.autoscaler import configure_logging
+from tidemill.cli.main import run
+from tidemill.kube.client import KubeClient
+from tidemill.kube.resources import ObjectKey
+from tidemill.picker.scheduling.scheduler import DEFAULT_CONFIG
+from tidemill.picker.server import PickerOptions, serve
+
+log = structlog.get_logger(__name__)
+
+_RESTART_PAUSE = 1.0  # seconds before a worker that died is started again
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where the cluster is; None for both looks in the usual places."""
+
+    kubeconfig: str | None
+    context: str | None
+
+
+def read_config(file: str | None, text: str | None) -> tuple[EndpointPickerConfig, str]:
+    """The configuration and what to call it in errors."""
+    if file is not None and text is not None:
+        raise typer.BadParameter("give either a file or a text", param_hint="--config-file, --config-text")
+    try:
+        if file is not None:
+            return EndpointPickerConfig.parse(Path(file).read_text(), source=file), file
+        if text is not None:
+            return EndpointPickerConfig.parse(text, source="--config-text"), "--config-text"
+    except (InvalidObjectError, OSError) as error:
+        fail(error)
+    return DEFAULT_CONFIG, "(default)"
+
+
+def pool_ports(entries: Sequence[str], namespace: str | None) -> tuple[tuple[int, ObjectKey], ...]:
+    """`[namespace/]name=port`, as --pool-port takes it."""
+    found: list[tuple[int, ObjectKey]] = []
+    for entry in entries:
+        name, equals, port = entry.partition("=")
+        if not equals or not name or not port.isdigit() or not 0 < int(port) < 65536:
+            raise typer.BadParameter(f"{entry!r} must be [NAMESPACE/]NAME=PORT", param_hint="--pool-port")
+        space, slash, name = name.rpartition("/")
+        found.append((int(port), ObjectKey(space if slash else namespace or "default", name)))
+    return tuple(found)
+
+
+def main(options: PickerOptions, cluster: Cluster, *, workers: int, without_effect: Sequence[str]) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    configure_logging()
+    if without_effect:
+        log.info("flags without effect here", flags=" ".join(without_effect))
+    if workers == 1:
+        _worker(options, cluster)
+        return
+    _supervise(replace(options, reuse_port=True), cluster, workers)
+
+
+def fail(error: BaseException) -> None:
+    """Say what is wrong, one line for each problem, and exit."""
+    problems = error.problems if isinstance(error, InvalidObjectError) else [error]
+    for problem in problems:
+        typer.echo(f"tidemill picker: {problem}", err=True)
+    raise typer.Exit(2)
+
+
+def _worker(options: PickerOptions, cluster: Cluster) -> None:
+    try:
+        run(_serve(options, cluster))
+    except (InvalidObjectError, ValueError, OSError) as error:
+        fail(error)
+    except ConfigException as error:
+        typer.echo(f"tidemill picker: no cluster: {error}; give --kubeconfig or --endpoints", err=True)
+        raise typer.Exit(2) from None
+
+
+async def _serve(options: PickerOptions, cluster: Cluster) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if options.endpoints_file is not None:
+        await serve(options, None, stop)
+        return
+    async with await KubeClient.connect(cluster.kubeconfig, cluster.context) as client:
+        await serve(options, client, stop)
+
+
+def _spawned(options: PickerOptions, cluster: Cluster) -> None:
+    configure_logging()
+    _worker(options, cluster)
+
+
+def _supervise(options: PickerOptions, cluster: Cluster, count: int) -> None:
+    """Start `count` workers on the same ports, each with metrics at a port of its own (the given one and those
+    after it); start one again that dies, and end them all together."""
+    context = multiprocessing.get_context("spawn")
+    stopping = False
+
+    def start(index: int) -> SpawnProcess:
+        mine = replace(options, metrics_port=options.metrics_port + index if options.metrics_port > 0 else 0)
+        process = context.Process(target=_spawned, args=(mine, cluster), name=f"worker-{index}")
+        process.start()
+        return process
+
+    workers = [start(index) for index in range(count)]
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+        for process in workers:
+            process.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while not stopping:
+        wait([process.sentinel for process in workers])
+        for index, process in enumerate(workers):
+            if stopping or process.is_alive():
+                continue
+            process.join()
+            if process.exitcode == 2:
+                # What it was told to do cannot be done; another try would not help.
+                stop()
+                raise typer.Exit(2)
+            log.warning("worker ended and is started again", worker=index, exit_status=process.exitcode)
+            time.sleep(_RESTART_PAUSE)
+            workers[index] = start(index)
+    for process in workers:
+        process.join()

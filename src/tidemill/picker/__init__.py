@@ -1,0 +1,1 @@
+"""The endpoint picker: which replica serves this request."""

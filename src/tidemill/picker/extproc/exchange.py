@@ -1,0 +1,383 @@
+"""One request through ext_proc, as a state machine without I/O: messages in, messages out.
+
+In FULL_DUPLEX_STREAMED mode nothing is answered until the request is complete; then, in this order, the headers
+with the pick, the body, the trailers. In BUFFERED mode headers are answered at once and the pick comes with the
+body; in the other modes bodies pass by, and the pick is made on the headers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from tidemill.picker.extproc import messages
+from tidemill.picker.extproc.protos import Message, Mode, ProcessingRequest
+from tidemill.picker.usage import NO_USAGE, Usage, UsageReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayRequest:
+    """A complete request as the gateway gave it. Header names are lower case. `subset` are the addresses that the
+    gateway allows, as they were written, None for all. `pool` is what the gateway said of the pool, if anything;
+    `port` where it asked."""
+
+    headers: Mapping[str, str]
+    body: bytes = b""
+    subset: tuple[str, ...] | None = None
+    pool: str = ""
+    port: int = 0
+
+    @property
+    def path(self) -> str:
+        return self.headers.get(":path", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request is answered here. `reason` is what batch clients read in the reason header."""
+
+    status: int
+    message: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAnswer:
+    """A good answer that needs no server."""
+
+    body: bytes
+
+
+class Flight(Protocol):
+    """A request that has been sent to an endpoint, until it is over."""
+
+    @property
+    def response_headers(self) -> tuple[tuple[str, str], ...]: ...
+
+    def responded(self, status: int, served: str) -> None:
+        """Response headers are there, from `served` if the gateway says so."""
+
+    def first_token(self) -> None: ...
+
+    def finished(self, usage: Usage, malformed: str) -> None:
+        """The answer is complete."""
+
+    def aborted(self) -> None:
+        """The stream ended before the answer did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """Where a request goes: `destination` is one address or several, the best first. `body` replaces the
+    request's when it is not None; `streaming` says that the client asked for an event stream."""
+
+    destination: str
+    flight: Flight
+    headers: tuple[tuple[str, str], ...] = ()
+    remove: tuple[str, ...] = ()
+    body: bytes | None = None
+    scores: bytes = b""
+    streaming: bool = False
+
+
+Decision = Pick | Refusal | OwnAnswer
+
+
+class Director(Protocol):
+    """Who decides. `admit` calls `decided` once, at once or later, and returns how to call the wait off."""
+
+    @property
+    def max_body(self) -> int: ...
+
+    def admit(self, request: GatewayRequest, decided: Callable[[Decision], None]) -> Callable[[], None] | None: ...
+
+    def refused(self, status: int) -> None:
+        """The exchange itself refused a request."""
+
+
+class State(Enum):
+    HEADERS = auto()  # nothing has come
+    BODY = auto()  # collecting it
+    DECIDING = auto()
+    PICKED = auto()  # the request is on its way
+    RESPONSE = auto()
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What the transport knows of a stream: gRPC metadata by name, the port it came to."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+
+
+POOL_METADATA = "x-inference-pool"
+POOL_ATTRIBUTE = "xds.route_metadata"
+
+
+class Exchange:
+    """`receive` takes each message of Envoy in order, `closed` the end of the stream, whatever ended it. Answers
+    go to `send`, serialised; `finish` is called when no more will come."""
+
+    def __init__(
+        self, director: Director, info: StreamInfo, send: Callable[[bytes], None], finish: Callable[[], None]
+    ) -> None:
+        self._director = director
+        self._info = info
+        self._send = send
+        self._finish = finish
+        self.state = State.HEADERS
+        self._request_mode = Mode.FULL_DUPLEX_STREAMED
+        self._response_mode = Mode.FULL_DUPLEX_STREAMED
+        self._headers: dict[str, str] = {}
+        self._remove: tuple[str, ...] = ()
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._has_body = False
+        self._trailers = False  # the request ended by trailers
+        self._subset: tuple[str, ...] | None = None
+        self._pool = ""
+        self._cancel: Callable[[], None] | None = None
+        self._body = b""
+        self._streaming = False
+        self._flight: Flight | None = None
+        self._reader: UsageReader | None = None
+        self._begun = False
+
+    # Messages in
+
+    def receive(self, data: bytes) -> None:
+        """One serialised ProcessingRequest. Raises ValueError when it is none."""
+        try:
+            message = ProcessingRequest.FromString(data)
+        except DecodeError as error:
+            raise ValueError(f"not a ProcessingRequest: {error}") from None
+        if self.state is State.DONE:
+            return
+        kind = message.WhichOneof("request")
+        if kind == "response_body":
+            self._response_body(message.response_body)
+        elif kind == "request_body":
+            self._look_at_metadata(message)
+            self._request_body(message.request_body)
+        elif kind == "request_headers":
+            self._request_headers(message)
+        elif kind == "response_headers":
+            self._response_headers(message)
+        elif kind == "request_trailers":
+            self._request_trailers()
+        elif kind == "response_trailers":
+            self._response_trailers()
+
+    def closed(self) -> None:
+        """The stream is gone. Everything that the request holds is given back."""
+        state, self.state = self.state, State.DONE
+        self._chunks.clear()
+        if self._cancel is not None:
+            cancel, self._cancel = self._cancel, None
+            cancel()
+        if self._flight is not None and state is not State.DONE:
+            self._flight.aborted()
+        self._flight = None
+
+    # The request
+
+    def _request_headers(self, message: Message) -> None:
+        if self.state is not State.HEADERS:
+            return
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        headers = self._headers
+        for header in message.request_headers.headers.headers:
+            headers[header.key] = (header.raw_value or header.value).decode("utf-8", "replace")
+        self._remove = tuple(name for name in messages.CLIENT_MAY_NOT_SEND if name in headers)
+        self._pool = self._info.metadata.get(POOL_METADATA, "") or _pool_attribute(message)
+        self._look_at_metadata(message)
+        self.state = State.BODY
+        if message.request_headers.end_of_stream:
+            self._decide()
+        elif self._request_mode == Mode.FULL_DUPLEX_STREAMED:
+            self._has_body = True
+        elif self._request_mode in (Mode.BUFFERED, Mode.BUFFERED_PARTIAL):
+            self._has_body = True
+            self._send(messages.REQUEST_HEADERS)
+        else:
+            self._decide()  # the body passes by
+
+    def _look_at_metadata(self, message: Message) -> None:
+        """The subset hint; a later message's replaces an earlier one's."""
+        if not message.HasField("metadata_context"):
+            return
+        namespaces = message.metadata_context.filter_metadata
+        if messages.SUBSET_METADATA not in namespaces:
+            return
+        fields = namespaces[messages.SUBSET_METADATA].fields
+        if messages.SUBSET not in fields:
+            return
+        value = fields[messages.SUBSET]
+        kind = value.WhichOneof("kind")
+        if kind == "string_value":
+            self._subset = tuple(part for part in value.string_value.split(",") if part.strip())
+        elif kind == "list_value":
+            # What is no text is no address: it matches nothing, but it does not lift the restriction.
+            self._subset = tuple(v.string_value for v in value.list_value.values if v.string_value)
+        elif kind != "null_value":
+            self._subset = ()
+
+    def _request_body(self, body: Message) -> None:
+        if self.state is not State.BODY:
+            if not self._has_body:  # it passes by
+                self._send(messages.REQUEST_BODY)
+            return
+        self._size += len(body.body)
+        if self._size > self._director.max_body:
+            self._director.refused(413)
+            self._answer(messages.immediate(413, f"body: must be at most {self._director.max_body} bytes"))
+            return
+        if body.body:
+            self._chunks.append(body.body)
+        if body.end_of_stream or self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+            # A buffered body is one message, whole (in partial mode: what fitted).
+            self._decide()
+
+    def _request_trailers(self) -> None:
+        if self.state is State.BODY:
+            self._trailers = True
+            self._decide()
+        elif not self._has_body or self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+            self._send(messages.REQUEST_TRAILERS)
+
+    def _decide(self) -> None:
+        self.state = State.DECIDING
+        self._body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        request = GatewayRequest(
+            headers=self._headers, body=self._body, subset=self._subset, pool=self._pool, port=self._info.port
+        )
+        cancel = self._director.admit(request, self._decided)
+        if self.state is State.DECIDING:
+            self._cancel = cancel
+
+    def _decided(self, decision: Decision) -> None:
+        self._cancel = None
+        if self.state is not State.DECIDING:
+            if isinstance(decision, Pick):
+                decision.flight.aborted()
+            return
+        if isinstance(decision, Refusal):
+            self._answer(messages.immediate(decision.status, decision.message, reason=decision.reason))
+            return
+        if isinstance(decision, OwnAnswer):
+            self._answer(messages.immediate_json(decision.body))
+            return
+        self._flight = decision.flight
+        self._streaming = decision.streaming
+        self.state = State.PICKED
+        remove = (*self._remove, *decision.remove) if decision.remove else self._remove
+        if self._has_body and self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+            if self._trailers and not self._body:
+                # Buffered, without any body: the headers have gone, and only trailers are left to answer.
+                self._send(messages.REQUEST_TRAILERS)
+                return
+            self._send(
+                messages.pick_on_body(
+                    decision.destination, decision.headers, remove, decision.body, decision.scores
+                )
+            )
+            if self._trailers:
+                self._send(messages.REQUEST_TRAILERS)
+        else:
+            self._send(messages.pick_on_headers(decision.destination, decision.headers, remove, decision.scores))
+            if self._has_body:
+                body = self._body if decision.body is None else decision.body
+                if body or not self._trailers:
+                    for message in messages.streamed_request_body(body, end_of_stream=not self._trailers):
+                        self._send(message)
+                if self._trailers:
+                    self._send(messages.REQUEST_TRAILERS)
+        self._body = b""
+        self._headers = {}
+
+    def _answer(self, message: bytes) -> None:
+        self._send(message)
+        self.state = State.DONE
+        self._chunks.clear()
+        self._body = b""
+        self._finish()
+
+    # The response
+
+    def _response_headers(self, message: Message) -> None:
+        flight = self._flight
+        if flight is None:
+            self._send(messages.RESPONSE_HEADERS)
+            return
+        self.state = State.RESPONSE
+        status, content_type, encoding = 0, "", ""
+        for header in message.response_headers.headers.headers:
+            key = header.key
+            if key == ":status":
+                value = (header.raw_value or header.value).decode("latin-1")
+                status = int(value) if value.isdigit() else 0
+            elif key == "content-type":
+                content_type = (header.raw_value or header.value).decode("latin-1").lower()
+            elif key == "content-encoding":
+                encoding = (header.raw_value or header.value).decode("latin-1").strip().lower()
+        flight.responded(status, _served(message))
+        extra = flight.response_headers
+        self._send(messages.response_headers(extra) if extra else messages.RESPONSE_HEADERS)
+        self._reader = UsageReader(content_type=content_type, content_encoding=encoding, streaming=self._streaming)
+        if message.response_headers.end_of_stream:
+            self._over()
+
+    def _response_body(self, body: Message) -> None:
+        chunk = body.body
+        end = body.end_of_stream
+        # First pass it on, then look at it.
+        if self._response_mode == Mode.FULL_DUPLEX_STREAMED:
+            for message in messages.streamed_response_body(chunk, end_of_stream=end):
+                self._send(message)
+        else:
+            self._send(messages.RESPONSE_BODY)
+        reader = self._reader
+        if reader is not None:
+            reader.feed(chunk)
+            if reader.begun and not self._begun and self._flight is not None:
+                self._begun = True
+                self._flight.first_token()
+        if end:
+            self._over()
+
+    def _response_trailers(self) -> None:
+        self._send(messages.RESPONSE_TRAILERS)
+        self._over()
+
+    def _over(self) -> None:
+        """The answer is complete. Trailers may still come after it; they count for nothing more."""
+        flight, self._flight = self._flight, None
+        reader, self._reader = self._reader, None
+        if flight is not None:
+            usage = NO_USAGE if reader is None else reader.finish()
+            flight.finished(usage, "" if reader is None else reader.malformed)
+
+
+def _served(message: Message) -> str:
+    namespaces = message.metadata_context.filter_metadata
+    if messages.METADATA not in namespaces:
+        return ""
+    fields = namespaces[messages.METADATA].fields
+    return fields[messages.SERVED].string_value if messages.SERVED in fields else ""
+
+
+def _pool_attribute(message: Message) -> str:
+    """What an attribute that the gateway was told to send says of the pool."""
+    for attributes in message.attributes.values():
+        if POOL_ATTRIBUTE in attributes.fields:
+            return attributes.fields[POOL_ATTRIBUTE].string_value
+    return ""

@@ -1,0 +1,1 @@
+"""How the endpoints are: scraping, and what each engine calls its numbers."""
