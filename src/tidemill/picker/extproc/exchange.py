@@ -117,7 +117,7 @@ class StreamInfo:
 
 
 POOL_METADATA = "x-inference-pool"
-POOL_ATTRIBUTE = "xds.route_metadata"
+POOL_ATTRIBUTE = "inference_pool"  # what the expression of an attribute must contain
 
 
 class Exchange:
@@ -378,6 +378,7 @@ def _served(message: Message) -> str:
 def _pool_attribute(message: Message) -> str:
     """What an attribute that the gateway was told to send says of the pool."""
     for attributes in message.attributes.values():
-        if POOL_ATTRIBUTE in attributes.fields:
-            return attributes.fields[POOL_ATTRIBUTE].string_value
+        for expression, value in attributes.fields.items():
+            if POOL_ATTRIBUTE in expression and value.string_value:
+                return value.string_value
     return ""

@@ -185,14 +185,18 @@ class Extractor:
         if place is not None:
             start = text.find(needle, max(0, place - 2048), place + 4096)
         if start < 0:
-            start = -1 if text.startswith(needle[1:]) else text.find(needle)
-            if start < 0 and not text.startswith(needle[1:]):
-                return b""
+            start = text.find(needle)
         # A longer name may begin like this one, and stand before it.
         while start >= 0 and text[start + len(needle) : start + len(needle) + 1] not in (b"{", b" "):
             start = text.find(needle, start + 1)
-            if start < 0:
-                return b""
+        if start < 0 and not text.startswith(needle[1:]):
+            return b""
+        # What was found may be a line in the middle of the block.
+        while start >= 0:
+            before = text.rfind(b"\n", 0, start)
+            if not text.startswith(needle[1:], before + 1):
+                break
+            start = before
         self._places[name] = max(0, start)
         start += 1
         end = start
