@@ -193,6 +193,16 @@ class Stream:
             block, self._trailers = self._trailers, None
             self.send_headers(block, end=True)
 
+    def over(self) -> None:
+        """Nothing more is sent, whoever still holds the stream."""
+        self._ended_by_us = True
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._trailers = None
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler.closed()
+
     def receive(self, size: int) -> None:
         """Account for `size` bytes of DATA. Raises StreamError when the peer had no window for them."""
         self._recv_window -= size
@@ -288,9 +298,8 @@ class Connection:
     def forget(self, stream_id: int) -> None:
         stream = self.streams.pop(stream_id, None)
         self.blocked.pop(stream_id, None)
-        if stream is not None and stream.handler is not None:
-            handler, stream.handler = stream.handler, None
-            handler.closed()
+        if stream is not None:
+            stream.over()
 
     def lost(self) -> None:
         """The transport is gone."""
@@ -550,7 +559,6 @@ class Connection:
                 self._peer_initial_window = value
                 for stream in list(self.streams.values()):
                     stream.widen(change)
-                    stream.flush()
             elif setting == Setting.MAX_FRAME_SIZE:
                 if not MAX_FRAME <= value <= 2**24 - 1:
                     raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "frame size out of range")
@@ -558,6 +566,9 @@ class Connection:
             elif setting == Setting.ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
         self.frame(Frame.SETTINGS, Flag.ACK, 0, b"")
+        # Only after the acknowledgement may data count on a larger window.
+        for stream in list(self.blocked.values()):
+            stream.flush()
 
     def _on_priority(self, stream_id: int, payload: bytes) -> None:
         if not stream_id:
