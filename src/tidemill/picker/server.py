@@ -214,7 +214,7 @@ class Picker:
                     await lean.listen(options.host, port, tls=self._context, reuse_port=options.reuse_port)
                 )
         else:
-            reference = ReferenceServer(factory, max_body=max_body)
+            reference = ReferenceServer(factory)
             self._transport = reference
             credentials = None if self._pair is None else self._credentials()
             for port, _ in ports:

@@ -237,14 +237,22 @@ class Exchange:
             return
         self._size += len(body.body)
         if self._size > self._director.max_body:
-            self._director.refused(413)
-            self._answer(messages.immediate(413, f"body: must be at most {self._director.max_body} bytes"))
+            self.too_large()
             return
         if body.body:
             self._chunks.append(body.body)
         if body.end_of_stream or self._request_mode != Mode.FULL_DUPLEX_STREAMED:
             # A buffered body is one message, whole (in partial mode: what fitted).
             self._decide()
+
+    def too_large(self) -> bool:
+        """The request's body is over the limit, or a message that holds it is. What a server answers has none:
+        in buffered mode it is one message, whatever its size."""
+        if self.state not in (State.HEADERS, State.BODY):
+            return False
+        self._director.refused(413)
+        self._answer(messages.immediate(413, f"body: must be at most {self._director.max_body} bytes"))
+        return True
 
     def _request_trailers(self) -> None:
         if self.state is State.BODY:

@@ -134,7 +134,7 @@ class Stream:
         if self._ended_by_us:
             return
         flags = Flag.END_HEADERS | (Flag.END_STREAM if end else 0)
-        self._connection.frame(Frame.HEADERS, flags, self.id, block)
+        self._connection.header_block(flags, self.id, block)
         if end:
             self._finished()
 
@@ -261,6 +261,7 @@ class Connection:
         self._stateless = False  # whether the peer has agreed to keep no header table
         self._cache: dict[bytes, Headers] = {}
         self._idle_frames = 0
+        self._said_no_table = False
         self.closed = False
         self.draining = False
         self.frame(
@@ -284,6 +285,13 @@ class Connection:
         self._out.append(_HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id))
         if size:
             self._out.append(payload)
+
+    def header_block(self, flags: int, stream_id: int, block: bytes) -> None:
+        if not self._said_no_table:
+            # Our encoder keeps no table. A peer that has asked for a small one waits to be told (RFC 7541, 4.2).
+            self._said_no_table = True
+            block = b"\x20" + block
+        self.frame(Frame.HEADERS, flags, stream_id, block)
 
     def go_away(self) -> None:
         """Tell the peer to open no more streams here. Those that it opens before it has heard are served."""
@@ -557,8 +565,11 @@ class Connection:
                     raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "initial window above 2^31-1")
                 change = value - self._peer_initial_window
                 self._peer_initial_window = value
-                for stream in list(self.streams.values()):
-                    stream.widen(change)
+                try:
+                    for stream in self.streams.values():
+                        stream.widen(change)
+                except StreamError as error:
+                    raise ProtocolError(error.code, str(error)) from None
             elif setting == Setting.MAX_FRAME_SIZE:
                 if not MAX_FRAME <= value <= 2**24 - 1:
                     raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "frame size out of range")

@@ -28,6 +28,10 @@ class Call(Protocol):
     def receive(self, data: bytes) -> None:
         """A message. Raises ValueError when it cannot be read."""
 
+    def too_large(self) -> bool:
+        """A message begins that is larger than any request may be. True when it has been refused."""
+        ...
+
     def closed(self) -> None: ...
 
 
@@ -66,8 +70,7 @@ class _GrpcStream:
             if chunk[position]:
                 self.fail(12, "compressed messages are not accepted")
                 return
-            if length > self.max_message:
-                self.fail(8, f"message of {length} bytes; at most {self.max_message} are accepted")
+            if length > self.max_message and (self._call is None or self._call.too_large()):
                 return
             end = position + 5 + length
             if end > available:

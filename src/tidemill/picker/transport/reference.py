@@ -11,7 +11,7 @@ import grpc.aio
 import structlog
 
 from tidemill.picker.extproc.exchange import StreamInfo
-from tidemill.picker.transport.lean import MESSAGE_OVERHEAD, METHOD, CallFactory
+from tidemill.picker.transport.lean import METHOD, CallFactory
 
 log = structlog.get_logger(__name__)
 
@@ -19,9 +19,8 @@ log = structlog.get_logger(__name__)
 class ReferenceServer:
     """Listens with grpcio. grpcio does not tell a call its port, so each port has a server of its own."""
 
-    def __init__(self, factory: CallFactory, *, max_body: int) -> None:
+    def __init__(self, factory: CallFactory) -> None:
         self._factory = factory
-        self._max_message = max_body + MESSAGE_OVERHEAD
         self._servers: list[grpc.aio.Server] = []
         self._streams = 0
 
@@ -30,7 +29,8 @@ class ReferenceServer:
     ) -> int:
         server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", self._max_message),
+                # What is too large is refused by the exchange, as HTTP, not by gRPC as an error of the stream.
+                ("grpc.max_receive_message_length", -1),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(reuse_port)),
             ]
