@@ -14,8 +14,7 @@ class FaultyProxy:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.refusing = False  # new connections end at once
         self._frozen: set[asyncio.StreamWriter] = set()
         self.port = 0
 
@@ -42,6 +41,9 @@ class FaultyProxy:
         self._frozen |= self._connections
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refusing:
+            writer.transport.abort()
+            return
         try:
             up_reader, up_writer = await asyncio.open_connection(*self._target)
         except OSError:

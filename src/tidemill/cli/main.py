@@ -57,13 +57,21 @@ def _local_extra() -> Generator[None]:
 
 
 @app.command()
-def crd() -> None:
-    """Print the CustomResourceDefinition of VariantAutoscaling, for kubectl apply -f -."""
+def crd(
+    kinds: Annotated[
+        str, typer.Argument(help="variant: VariantAutoscaling; inference: what the picker reads.")
+    ] = "variant",
+) -> None:
+    """Print CustomResourceDefinitions, for kubectl apply -f -."""
     import yaml
 
     from tidemill.api.crd import variant_autoscaling_crd
+    from tidemill.api.inference_crd import inference_crds
 
-    typer.echo(yaml.safe_dump(variant_autoscaling_crd(), sort_keys=False), nl=False)
+    if kinds not in ("variant", "inference"):
+        raise typer.BadParameter(f"{kinds!r} is not one of variant, inference", param_hint="KINDS")
+    documents = [variant_autoscaling_crd()] if kinds == "variant" else inference_crds()
+    typer.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)
 
 
 @app.command("model-server")

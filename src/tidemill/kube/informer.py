@@ -130,6 +130,7 @@ class Informer(Generic[T]):
         grace: float = 10.0,
         page_size: int = 500,
         absent_retry: float = 30.0,
+        longest_backoff: float = 30.0,
         optional: bool = False,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -143,6 +144,7 @@ class Informer(Generic[T]):
         self._grace = grace
         self._page_size = page_size
         self._absent_retry = absent_retry
+        self._longest_backoff = longest_backoff
         self._optional = optional
         self._draw = draw
         self._handlers: list[Handler[T]] = []
@@ -179,7 +181,7 @@ class Informer(Generic[T]):
 
     async def run(self) -> None:
         """Keep the store current until cancelled."""
-        backoff = Backoff(first=0.5, cap=30.0, draw=self._draw)
+        backoff = Backoff(first=0.5, cap=self._longest_backoff, draw=self._draw)
         clock = asyncio.get_running_loop().time
         while True:
             started = clock()

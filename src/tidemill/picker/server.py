@@ -30,7 +30,7 @@ from tidemill.picker.extproc.exchange import Exchange, StreamInfo
 from tidemill.picker.health import HealthServer
 from tidemill.picker.instruments import Instruments
 from tidemill.picker.load import LoadTable
-from tidemill.picker.pools.cluster import ClusterPools
+from tidemill.picker.pools.cluster import ClusterPools, WatchTiming
 from tidemill.picker.pools.pool import Pool, Pools
 from tidemill.picker.pools.static import StaticPools
 from tidemill.picker.saturation import SaturationDetector
@@ -79,8 +79,7 @@ class PickerOptions:
     drain_seconds: float = 30.0
     scrape_interval: float = 0.05
     director: DirectorOptions = field(default_factory=DirectorOptions)
-    watch_seconds: float = 290.0
-    watch_grace: float = 10.0
+    timing: WatchTiming = WatchTiming()
 
 
 class PoolSource(Protocol):
@@ -275,7 +274,7 @@ class Picker:
             raise ValueError("a picker needs a cluster or an endpoints file")
         return ClusterPools(
             self._client, self.pools, self._make_pool, namespace=options.pool_namespace, name=options.pool_name,
-            watch_seconds=options.watch_seconds, grace=options.watch_grace,
+            timing=options.timing,
         )  # fmt: skip
 
     def _make_pool(self, key: ObjectKey, missing: str) -> Pool:

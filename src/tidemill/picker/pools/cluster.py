@@ -89,6 +89,18 @@ def _usable(value: Any) -> Any:
     return value.last_good if isinstance(value, Invalid) else value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTiming:
+    """Seconds: how long one watch lasts, how long it may be silent beyond that, when a kind that is not there is
+    looked for again, and the longest pause after a failure. That is short: every second of it an endpoint that has
+    gone may be picked."""
+
+    watch_seconds: float = 290.0
+    grace: float = 10.0
+    absent_retry: float = 10.0
+    longest_backoff: float = 2.0
+
+
 class ClusterPools:
     """Watches the pools of `namespace` (None: of all namespaces), or the one called `name` in it."""
 
@@ -100,16 +112,14 @@ class ClusterPools:
         *,
         namespace: str | None,
         name: str = "",
-        watch_seconds: float = 290.0,
-        grace: float = 10.0,
+        timing: WatchTiming,
     ) -> None:
         self._client = client
         self._pools = pools
         self._make = make
         self._namespace = namespace
         self._name = name
-        self._watch_seconds = watch_seconds
-        self._grace = grace
+        self._timing = timing
         self._watches: dict[ObjectKey, _PodWatch] = {}
         self._group: asyncio.TaskGroup | None = None
         self._dirty = False
@@ -131,9 +141,10 @@ class ClusterPools:
             namespace=self._namespace,
             optional=True,
             field_selector=f"metadata.name={name}" if name else "",
-            absent_retry=10.0,
-            watch_seconds=self._watch_seconds,
-            grace=self._grace,
+            absent_retry=self._timing.absent_retry,
+            watch_seconds=self._timing.watch_seconds,
+            grace=self._timing.grace,
+            longest_backoff=self._timing.longest_backoff,
         )
         informer.add_handler(self._changed)
         informer.add_handler(decode.forget)
@@ -231,8 +242,9 @@ class ClusterPools:
             decode=pod_view,
             namespace=spec.namespace,
             label_selector=spec.selector,
-            watch_seconds=self._watch_seconds,
-            grace=self._grace,
+            watch_seconds=self._timing.watch_seconds,
+            grace=self._timing.grace,
+            longest_backoff=self._timing.longest_backoff,
         )
 
 
