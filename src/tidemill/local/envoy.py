@@ -125,7 +125,7 @@ class Envoy:
         temporary.rename(path)  # Envoy looks for renames, not for writes
 
     async def __aenter__(self) -> Envoy:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "eds").mkdir(parents=True, exist_ok=True)
         for route in self.routes:
             if route.following is Following.LIST and not self._eds(route.name).exists():
                 self.set_endpoints(route.name, ())
@@ -175,7 +175,8 @@ class Envoy:
             writer.close()
 
     def _eds(self, route: str) -> Path:
-        return self.directory / f"eds-{route}.yaml"
+        # Envoy watches the whole directory: its own log must not lie there.
+        return self.directory / "eds" / f"{route}.yaml"
 
     # Configuration
 
@@ -246,14 +247,14 @@ class Envoy:
             routes.append(
                 {
                     "match": {"prefix": "/"},
-                    "route": {"weighted_clusters": {"clusters": clusters}, **self._action()},
+                    "route": {"weighted_clusters": {"clusters": clusters}, **self._action(weighted)},
                 }
             )
         for route in sorted(self.routes, key=lambda r: -len(r.prefix)):
             if route.weight is None:
                 entry: Json = {
                     "match": {"prefix": route.prefix},
-                    "route": {"cluster": f"pool-{route.name}", **self._action()},
+                    "route": {"cluster": f"pool-{route.name}", **self._action([route])},
                     "typed_per_filter_config": self._only(route),
                 }
                 if route.metadata:
@@ -261,7 +262,12 @@ class Envoy:
                 routes.append(entry)
         return routes
 
-    def _action(self) -> Json:
+    def _action(self, routes: Sequence[PoolRoute]) -> Json:
+        # Going on to the next of a list is a retry. Where there is no list there is none, and not only because it
+        # would go to the same address: Envoy (1.40) keeps the body for it, and then sends the body of a full duplex
+        # request that ends by trailers twice.
+        if all(route.following is Following.ONE for route in routes):
+            return {"timeout": "0s"}
         return {
             "timeout": "0s",
             "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 3},
@@ -302,6 +308,9 @@ class Envoy:
         }
         if route.attributes:
             config["request_attributes"] = list(route.attributes)
+        if route.following is Following.LIST:
+            # Who of the list it was. The protocol's own metadata is for gateways that fill it in; Envoy does not.
+            config["response_attributes"] = ["upstream.address"]
         return {"name": self._filter(route), "typed_config": config}
 
     def _set_subset(self, route: PoolRoute) -> Json:
@@ -351,6 +360,7 @@ class Envoy:
                 "connect_timeout": "2s",
                 "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION},
                 "circuit_breakers": _no_breakers(),
+                "typed_extension_protocol_options": _http1_with_trailers(),
             }
         policy = {
             "@type": f"{_TYPE}.load_balancing_policies.override_host.v3.OverrideHost",
@@ -380,7 +390,7 @@ class Envoy:
                 "eds_config": {
                     "path_config_source": {
                         "path": str(self._eds(route.name)),
-                        "watched_directory": {"path": str(self.directory)},
+                        "watched_directory": {"path": str(self._eds(route.name).parent)},
                     },
                     "resource_api_version": "V3",
                 },
@@ -396,7 +406,17 @@ class Envoy:
                 ]
             },
             "circuit_breakers": _no_breakers(),
+            "typed_extension_protocol_options": _http1_with_trailers(),
         }
+
+
+def _http1_with_trailers() -> Json:
+    return {
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http_protocol_options": {"enable_trailers": True}},
+        }
+    }
 
 
 def _no_breakers() -> Json:

@@ -117,6 +117,7 @@ class StreamInfo:
 
 
 POOL_METADATA = "x-inference-pool"
+SERVED_ATTRIBUTE = "upstream.address"
 POOL_ATTRIBUTE = "inference_pool"  # what the expression of an attribute must contain
 
 
@@ -376,11 +377,16 @@ class Exchange:
 
 
 def _served(message: Message) -> str:
+    """Who answered: by the protocol's metadata, else by the attribute that Envoy itself can send."""
     namespaces = message.metadata_context.filter_metadata
-    if messages.METADATA not in namespaces:
-        return ""
-    fields = namespaces[messages.METADATA].fields
-    return fields[messages.SERVED].string_value if messages.SERVED in fields else ""
+    if messages.METADATA in namespaces:
+        fields = namespaces[messages.METADATA].fields
+        if messages.SERVED in fields:
+            return fields[messages.SERVED].string_value
+    for attributes in message.attributes.values():
+        if SERVED_ATTRIBUTE in attributes.fields:
+            return attributes.fields[SERVED_ATTRIBUTE].string_value
+    return ""
 
 
 def _pool_attribute(message: Message) -> str:
