@@ -14,7 +14,9 @@ def inference_crds() -> list[Schema]:
     """InferencePool (v1), InferenceObjective and InferenceModelRewrite (v1alpha2)."""
     return [
         _crd(POOL_GROUP, "v1", "InferencePool", "inferencepools", "infpool", _pool_spec(), status=True),
-        _crd(OBJECTIVE_GROUP, "v1alpha2", "InferenceObjective", "inferenceobjectives", "infobj", _objective_spec()),
+        _crd(
+            OBJECTIVE_GROUP, "v1alpha2", "InferenceObjective", "inferenceobjectives", "infobj", _objective_spec(),
+        ),
         _crd(
             OBJECTIVE_GROUP, "v1alpha2", "InferenceModelRewrite", "inferencemodelrewrites", "infrewrite",
             _rewrite_spec(),

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from tidemill.kube.resources import Json
+from tidemill.local.children import die_with_parent
 
 DESTINATION = "x-gateway-destination-endpoint"
 _TYPE = "type.googleapis.com/envoy.extensions"
@@ -135,7 +136,7 @@ class Envoy:
             self._process = await asyncio.create_subprocess_exec(
                 find_envoy(), "-c", str(path), "--concurrency", str(self._concurrency), "--log-level",
                 self._log_level, "--use-dynamic-base-id", "--drain-time-s", "1", "--parent-shutdown-time-s", "2",
-                stdout=output, stderr=output,
+                stdout=output, stderr=output, preexec_fn=die_with_parent,
             )  # fmt: skip
         await self._wait_ready()
         return self
@@ -264,8 +265,8 @@ class Envoy:
 
     def _action(self, routes: Sequence[PoolRoute]) -> Json:
         # Going on to the next of a list is a retry. Where there is no list there is none, and not only because it
-        # would go to the same address: Envoy (1.40) keeps the body for it, and then sends the body of a full duplex
-        # request that ends by trailers twice.
+        # would go to the same address: Envoy (1.40) keeps the body for it, and then sends the body of a full
+        # duplex request that ends by trailers twice.
         if all(route.following is Following.ONE for route in routes):
             return {"timeout": "0s"}
         return {

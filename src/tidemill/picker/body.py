@@ -10,13 +10,12 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from tidemill.picker.scheduling.prefix import Prompt
+from tidemill.picker.scheduling.prefix import NO_PROMPT, Prompt
 
 _DECODED_LIMIT = 4 * 2**20  # bytes that are decompressed for affinity
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
@@ -33,13 +32,12 @@ class Api(StrEnum):
     MESSAGES = "/v1/messages"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedBody:
+class ParsedBody(NamedTuple):
     """`model` is empty when the body names none (the engine may have a default). `raw` is the body that the
     model can be replaced in: the one that came, or its decompressed form; None when it can not."""
 
     model: str = ""
-    prompt: Prompt = Prompt()
+    prompt: Prompt = NO_PROMPT
     salt: str = ""
     stream: bool = False
     multimodal: bool = False

@@ -21,7 +21,7 @@ from tidemill.picker.load import Seat, Ticket
 from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.pools.pool import Pool, Pools
 from tidemill.picker.saturation import SaturationDetector
-from tidemill.picker.scheduling.cycle import SchedulingRequest
+from tidemill.picker.scheduling.cycle import Cycle, SchedulingRequest
 from tidemill.picker.scheduling.plugin import Outcome
 from tidemill.picker.scheduling.prefix import Blocks
 from tidemill.picker.scheduling.scorers import SESSION_HEADER, SessionAffinityScorer, session_token
@@ -76,6 +76,7 @@ class PickerDirector:
         self._session: dict[Pool, bool] = {}
         self._malformed: set[tuple[str, str]] = set()
         self._draining = False
+        self._cycles = 0
 
     @property
     def max_body(self) -> int:
@@ -136,6 +137,14 @@ class PickerDirector:
             plugins = pool.scheduler.plugins.values()
             found = self._session[pool] = any(isinstance(p, SessionAffinityScorer) for p in plugins)
         return found
+
+    def sample(self, pool: Pool, cycle: Cycle) -> None:
+        """Now and then, time each plugin by itself: always would cost more than the plugins do."""
+        self._cycles += 1
+        if self._cycles % 1000 == 1:
+            for profile in pool.scheduler.profiles.values():
+                for point, kind, name, seconds in profile.timed(cycle, self.now):
+                    self.instruments.plugin_duration.of(point, kind, name).observe(seconds)
 
     def note_malformed(self, endpoint: Endpoint, field: str) -> None:
         if (endpoint.address, field) not in self._malformed and len(self._malformed) < 10_000:
@@ -224,7 +233,7 @@ class _Job:
         self.refuse(Refusal(drop.status, message, drop.value))
 
     def _count_drop(self, drop: Drop) -> None:
-        self.director.instruments.dropped.labels(drop.value).inc()
+        self.director.instruments.dropped.of(drop.value).value += 1
 
     def _rewrite(self, pool: Pool) -> None:
         """What the model is called on the server: by header, else by rule."""
@@ -241,7 +250,7 @@ class _Job:
         waited = director.now() - self.started
         fairness = director.instruments.fairness_label(self.fairness_id)
         outcome = "dispatched" if drop is None else drop.value
-        director.instruments.queue_duration.labels(fairness, str(self.priority), outcome).observe(waited)
+        director.instruments.queue_duration.of(fairness, str(self.priority), outcome).observe(waited)
         if drop is not None:
             self.drop(drop, _DROP_MESSAGES[drop].format(waited=waited))
             return
@@ -255,34 +264,34 @@ class _Job:
         """Pick, and count the pick at once."""
         director, body, instruments = self.director, self.body, self.director.instruments
         snapshot = pool.snapshot
+        scheduler = pool.scheduler
         begun = director.now()
-        endpoints, rows = snapshot.endpoints, snapshot.rows
-        if subset is not None:
-            endpoints, rows = snapshot.subset(subset)
-        cycle = pool.scheduler.cycle(
-            SchedulingRequest(
-                model=self.target, prompt=body.prompt, salt=body.salt, headers=self.request.headers,
-                multimodal=body.multimodal,
-            ),
-            endpoints, rows, begun,
+        request = SchedulingRequest(
+            self.target, body.prompt, body.salt, self.request.headers, body.multimodal
         )  # fmt: skip
-        outcome = pool.scheduler.schedule(cycle)
+        if subset is None:
+            cycle = scheduler.cycle(
+                request, snapshot.endpoints, snapshot.rows, begun, select=snapshot.select
+            )  # fmt: skip
+        else:
+            endpoints, rows = snapshot.subset(subset)
+            cycle = scheduler.cycle(request, endpoints, rows, begun)
+        outcome = scheduler.schedule(cycle)
         instruments.scheduling.observe(director.now() - begun)
         if not isinstance(outcome, Outcome):
-            instruments.attempts.labels("failure").inc()
+            instruments.failures.value += 1
             self.drop(Drop.NO_ENDPOINTS, self._nobody(pool, subset, outcome))
             return
-        instruments.attempts.labels("success").inc()
+        instruments.successes.value += 1
         chosen = outcome.primary
         blocks = cycle.blocks
-        cached = 0
-        if blocks.total:
-            position = next(i for i, e in enumerate(cycle.endpoints) if e.id == chosen.endpoints[0].id)
-            cached = int(cycle.matched[position])
+        uncached = body.prompt.tokens
+        if blocks.chains:
+            cached = cycle.match.of(chosen.rows[0])
+            uncached = max(0, uncached - cached * scheduler.prefix.block_tokens)
             instruments.hit_ratio.observe(cached / blocks.total)
         seat = pool.load.seat(chosen.endpoints[0].id)
         assert seat is not None, "a snapshot and its table change together"
-        uncached = max(0, body.prompt.tokens - cached * pool.scheduler.prefix.block_tokens)
         prefill = None if outcome.prefill is None else pool.load.seat(outcome.prefill.endpoints[0].id)
         flight = _Flight(
             director, pool, chosen.endpoints[0], pool.load.take(seat, uncached), blocks, prefill,
@@ -296,12 +305,12 @@ class _Job:
             )
         self.decided(
             Pick(
-                destination=",".join(endpoint.address for endpoint in chosen.endpoints),
-                flight=flight, headers=tuple(outcome.headers.items()), remove=remove, body=changed, scores=scores,
-                streaming=body.stream,
+                ",".join([endpoint.address for endpoint in chosen.endpoints]), flight, outcome.headers, remove,
+                changed, scores, body.stream,
             )
         )  # fmt: skip
         instruments.processing.observe(director.now() - begun)
+        director.sample(pool, cycle)
 
     def _changed_body(self) -> tuple[bytes | None, tuple[str, ...]]:
         """The body with its model replaced, and headers that are then no longer true of it."""
@@ -352,8 +361,8 @@ class _Flight:
         self._started = started
         self._open = True
         self._status = 0
-        series.total.inc()
-        series.running.inc()
+        series.total.value += 1
+        series.running.value += 1
 
     @property
     def response_headers(self) -> tuple[tuple[str, str], ...]:
@@ -378,7 +387,7 @@ class _Flight:
             prefix = self._pool.scheduler.prefix
             for seat in (self._ticket.seat, self._prefill):
                 if seat is not None and seat.alive:
-                    tokens = seat.kv_tokens
+                    tokens = None if seat.reading is None else seat.reading.kv_tokens
                     prefix.served(
                         self._blocks, seat.row, None if tokens is None else tokens // prefix.block_tokens
                     )
@@ -409,7 +418,7 @@ class _Flight:
             return
         self._open = False
         self._pool.load.release(self._ticket)
-        self._series.running.dec()
+        self._series.running.value -= 1
         self._director.tick(self._pool)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from tidemill.picker.series import Count, Counts, Histogram, Histograms
 
 PREFIX = "llm_d_epp_"
 LABEL_LIMIT = 1000
@@ -62,86 +63,86 @@ class CappedLabel:
         return OTHER
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSeries:
+class RequestSeries(NamedTuple):
     """The series of one combination of labels, looked up once."""
 
-    total: Any
-    running: Any
-    duration: Any
-    ttft: Any
-    input_tokens: Any
-    output_tokens: Any
+    total: Count
+    running: Count
+    duration: Histogram
+    ttft: Histogram
+    input_tokens: Histogram
+    output_tokens: Histogram
     errors: Callable[[str], None]
 
 
-class Instruments:
+class Instruments(Collector):
     """All series of one process. `observe` them through the fields; gauges that follow state are registered as
     functions (`follow`)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._inner = CollectorRegistry()
-        registry.register(_WithOlderNames(self._inner))
         self.model_label = CappedLabel()
         self.fairness_label = CappedLabel()
         self._combinations: dict[tuple[str, str, str, int], RequestSeries] = {}
-
-        def counter(name: str, help_: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(PREFIX + name, help_, list(labels), registry=self._inner)
-
-        def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
-            return Histogram(PREFIX + name, help_, list(labels), buckets=buckets, registry=self._inner)
-
-        self._total = counter("request", "Requests that were picked for.", _REQUEST)
-        self._errors = counter("request_error", "Requests that ended in an error.", [*_REQUEST, "error_code"])
-        self._running = Gauge(PREFIX + "request_running", "Requests in flight.", _REQUEST, registry=self._inner)
-        self._duration = histogram("request_duration_seconds", "From headers to last byte.", _LONG, _REQUEST)
-        self._ttft = histogram("request_ttft_seconds", "From headers to the first token.", _LONG, _REQUEST)
-        self._input = histogram("request_input_tokens", "Prompt tokens, as the server counts.", _TOKENS, _REQUEST)
-        self._output = histogram(
+        self._followed: list[Collector] = []
+        self._families: list[Counts | Histograms] = []
+        self._total = self._counts("request", "Requests that were picked for.", _REQUEST)
+        self._errors = self._counts("request_error", "Requests that ended in an error.", [*_REQUEST, "error_code"])
+        self._running: dict[tuple[str, ...], Count] = {}
+        self._duration = self._histograms(
+            "request_duration_seconds", "From headers to last byte.", _LONG, _REQUEST
+        )
+        self._ttft = self._histograms("request_ttft_seconds", "From headers to the first token.", _LONG, _REQUEST)
+        self._input = self._histograms(
+            "request_input_tokens", "Prompt tokens, as the server counts.", _TOKENS, _REQUEST
+        )
+        self._output = self._histograms(
             "request_output_tokens", "Output tokens, as the server counts.", _TOKENS, _REQUEST
         )
-        self.scheduling = histogram("scheduler_e2e_duration_seconds", "Time of one scheduling cycle.", _SHORT)
-        self.processing = histogram(
+        self.scheduling = self._histograms(
+            "scheduler_e2e_duration_seconds", "Time of one scheduling cycle.", _SHORT
+        ).of()
+        self.processing = self._histograms(
             "request_processing_duration_seconds",
             "From the complete request to the pick, waiting left out.",
             _SHORT,
-        )
-        self.attempts = counter("scheduler_attempts", "Scheduling cycles by outcome.", ["status"])
-        self.plugin_duration = histogram(
-            "plugin_duration_seconds", "Time of one plugin (sampled).", _SHORT,
+        ).of()
+        self.hit_ratio = self._histograms(
+            "prefix_indexer_hit_ratio", "Share of the prompt cached where it goes.", _RATIO
+        ).of()
+        attempts = self._counts("scheduler_attempts", "Scheduling cycles by outcome.", ["status"])
+        self.successes, self.failures = attempts.of("success"), attempts.of("failure")
+        self.dropped = self._counts("request_dropped", "Requests dropped, by reason.", ["reason"])
+        self.plugin_duration = self._histograms(
+            "plugin_duration_seconds", "Time of one plugin, one cycle in a thousand.", _SHORT,
             ["extension_point", "plugin_type", "plugin_name"],
         )  # fmt: skip
-        self.hit_ratio = histogram("prefix_indexer_hit_ratio", "Share of the prompt cached where it goes.", _RATIO)
-        self.dropped = counter("request_dropped", "Requests dropped, by reason.", ["reason"])
-        self.queue_duration = histogram(
+        self.queue_duration = self._histograms(
             "flow_control_request_queue_duration_seconds", "Time in the waiting room.", _LONG,
             ["fairness_id", "priority", "outcome"],
         )  # fmt: skip
-        self.poll_errors = counter("datalayer_poll_errors", "Scrapes that failed.", ["source_type"])
-        self.poll_errors.labels("metrics-data-source")
+        self.poll_errors = self._counts("datalayer_poll_errors", "Scrapes that failed.", ["source_type"]).of(
+            "metrics-data-source"
+        )
+        registry.register(self)
 
     def request(self, model: str, target: str, fairness_id: str, priority: int) -> RequestSeries:
         key = (model, target, fairness_id, priority)
         found = self._combinations.get(key)
         if found is None:
             labels = (
-                self.model_label(model),
-                self.model_label(target),
-                self.fairness_label(fairness_id),
-                str(priority),
-            )
+                self.model_label(model), self.model_label(target), self.fairness_label(fairness_id), str(priority)
+            )  # fmt: skip
 
             def error(code: str) -> None:
-                self._errors.labels(*labels, code).inc()
+                self._errors.of(*labels, code).value += 1
 
             found = RequestSeries(
-                self._total.labels(*labels),
-                self._running.labels(*labels),
-                self._duration.labels(*labels),
-                self._ttft.labels(*labels),
-                self._input.labels(*labels),
-                self._output.labels(*labels),
+                self._total.of(*labels),
+                self._running.setdefault(labels, Count()),
+                self._duration.of(*labels),
+                self._ttft.of(*labels),
+                self._input.of(*labels),
+                self._output.of(*labels),
                 error,
             )
             # Bounded like the labels: invented names do not get in.
@@ -151,28 +152,39 @@ class Instruments:
 
     def follow(self, collector: Collector) -> None:
         """Series that are computed when somebody scrapes."""
-        self._inner.register(collector)
+        self._followed.append(collector)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family, and once more under the name that older dashboards know."""
+        for family in self._all():
+            yield family
+            if (older := OLDER_NAMES.get(family.name.removeprefix(PREFIX))) is not None:
+                copy = Metric(older, family.documentation, family.type)
+                copy.samples = [s._replace(name=older + s.name.removeprefix(family.name)) for s in family.samples]
+                yield copy
+
+    def _all(self) -> Iterable[Metric]:
+        for series in self._families:
+            yield from series.collect()
+        running = gauge("request_running", "Requests in flight.", _REQUEST)
+        for labels, count in self._running.items():
+            running.add_metric(list(labels), count.value)
+        yield running
+        for collector in self._followed:
+            yield from collector.collect()
+
+    def _counts(self, name: str, help_: str, labels: Sequence[str]) -> Counts:
+        made = Counts(PREFIX + name, help_, labels)
+        self._families.append(made)
+        return made
+
+    def _histograms(
+        self, name: str, help_: str, bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histograms:
+        made = Histograms(PREFIX + name, help_, bounds, labels)
+        self._families.append(made)
+        return made
 
 
 def gauge(name: str, help_: str, labels: list[str]) -> GaugeMetricFamily:
     return GaugeMetricFamily(PREFIX + name, help_, labels=labels)
-
-
-class _WithOlderNames(Collector):
-    def __init__(self, inner: CollectorRegistry) -> None:
-        self._inner = inner
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._inner.collect():
-            # When a series began is of no use here, and doubles what is scraped.
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
-            name = family.name.removeprefix(PREFIX)
-            if (older := OLDER_NAMES.get(name)) is not None:
-                copy = Metric(older, family.documentation, family.type)
-                copy.samples = [_renamed(sample, family.name, older) for sample in family.samples]
-                yield copy
-
-
-def _renamed(sample: Any, name: str, older: str) -> Any:
-    return sample._replace(name=older + sample.name.removeprefix(name))

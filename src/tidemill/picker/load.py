@@ -55,14 +55,13 @@ class Lora:
 
 @dataclass(slots=True)
 class Seat:
-    """The row of one endpoint for as long as the endpoint is there."""
+    """The row of one endpoint for as long as the endpoint is there, and the last that was read of it."""
 
     endpoint: Endpoint
     row: int
     alive: bool = True
+    reading: Reading | None = None
     started: float | None = None
-    kv_tokens: int | None = None
-    models: frozenset[str] = frozenset()
     unseen: set[int] = field(default_factory=set)  # tickets that no scrape can have seen yet
 
 
@@ -77,25 +76,33 @@ class Ticket:
 
 
 class LoadTable:
-    """Columns by row: `waiting`, `running`, `kv_usage` as scraped; `updated`, the time of that; `recent`, picks
-    that the last scrape cannot have seen; `in_flight` and `in_flight_tokens` of this picker's own requests."""
+    """Columns by row. `waiting` and `running` are what was read last and the picks that this reading cannot have
+    seen; `kv_usage` and `awake` are as read, `updated` is when. `in_flight` and `in_flight_tokens` are this
+    picker's own requests."""
 
     def __init__(self) -> None:
         self._size = 0
         self._seats: dict[EndpointId, Seat] = {}
+        self._rows: IntArray = np.empty(0, dtype=np.int64)
         self._free: list[int] = []
         self._tickets = 0
+        self._known_until = -np.inf  # a time up to which every endpoint is known, not always the latest one
         self._on_reset: list[Callable[[int], None]] = []
+        self.sleeping = 0  # endpoints that are not awake
         self.waiting: FloatArray = np.empty(0)
         self.running: FloatArray = np.empty(0)
         self.kv_usage: FloatArray = np.empty(0)
         self.updated: FloatArray = np.empty(0)
-        self.recent: FloatArray = np.empty(0)
         self.in_flight: FloatArray = np.empty(0)
         self.in_flight_tokens: FloatArray = np.empty(0)
         self.awake: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         self.lora: list[Lora | None] = []
         self._grow(64)
+
+    @property
+    def size(self) -> int:
+        """Rows, used or not."""
+        return self._size
 
     def on_reset(self, callback: Callable[[int], None]) -> None:
         """Have `callback` told of each row whose cache is gone: the endpoint left, or its process restarted."""
@@ -109,6 +116,7 @@ class LoadTable:
             seat.alive = False
             self._clear(seat.row)
             self._free.append(seat.row)
+        self._free.sort(reverse=True)  # the lowest first: rows that follow each other are looked up faster
         rows: list[int] = []
         for endpoint in endpoints:
             seat = self._seats.get(endpoint.id)
@@ -120,7 +128,9 @@ class LoadTable:
                 self._reset(seat)
             seat.endpoint = endpoint
             rows.append(seat.row)
-        return np.array(rows, dtype=np.int64)
+        self._rows = np.array(rows, dtype=np.int64)
+        self._known_until = -np.inf
+        return self._rows
 
     def seat(self, id: EndpointId) -> Seat | None:
         return self._seats.get(id)
@@ -146,17 +156,16 @@ class LoadTable:
             seat.started = reading.started
         if not reading.has_numbers:
             return
-        self.waiting[row] = _or_nan(reading.waiting)
-        self.running[row] = _or_nan(reading.running)
-        self.kv_usage[row] = _or_nan(reading.kv_usage)
-        self.awake[row] = reading.awake
-        self.lora[row] = reading.lora
-        self.updated[row] = now
-        seat.kv_tokens = reading.kv_tokens
-        seat.models = reading.models
         if seat.unseen:
             seat.unseen = {number for number in seat.unseen if number > mark}
-            self.recent[row] = len(seat.unseen)
+        recent = len(seat.unseen)
+        self.waiting[row] = _NAN if reading.waiting is None else reading.waiting + recent
+        self.running[row] = _NAN if reading.running is None else reading.running + recent
+        self.kv_usage[row] = _NAN if reading.kv_usage is None else reading.kv_usage
+        self.updated[row] = now
+        self.lora[row] = reading.lora
+        self._wake(row, awake=reading.awake)
+        seat.reading = reading
 
     # What picks write
 
@@ -168,8 +177,9 @@ class LoadTable:
             row = seat.row
             self.in_flight[row] += 1
             self.in_flight_tokens[row] += tokens
+            self.waiting[row] += 1
+            self.running[row] += 1
             seat.unseen.add(ticket.number)
-            self.recent[row] += 1
         return ticket
 
     def release_tokens(self, ticket: Ticket) -> None:
@@ -188,9 +198,20 @@ class LoadTable:
             self.in_flight[seat.row] -= 1
             if ticket.number in seat.unseen:
                 seat.unseen.discard(ticket.number)
-                self.recent[seat.row] -= 1
+                self.waiting[seat.row] -= 1
+                self.running[seat.row] -= 1
 
     # Questions about the whole
+
+    def all_known(self, now: float) -> bool:
+        """Whether every endpoint has numbers that still count. Readings only make that last longer, so the answer
+        is mostly one comparison."""
+        if now <= self._known_until:
+            return True
+        if not len(self._rows):
+            return False
+        self._known_until = float(self.updated[self._rows].min()) + EXPIRY
+        return now <= self._known_until
 
     def known(self, rows: IntArray, now: float) -> NDArray[np.bool_]:
         """Which rows have numbers that still count."""
@@ -201,33 +222,38 @@ class LoadTable:
         for name in ("waiting", "running", "kv_usage"):
             setattr(self, name, np.concatenate([getattr(self, name), np.full(more, np.nan)]))
         self.updated = np.concatenate([self.updated, np.full(more, -np.inf)])
-        for name in ("recent", "in_flight", "in_flight_tokens"):
+        for name in ("in_flight", "in_flight_tokens"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more)]))
         self.awake = np.concatenate([self.awake, np.ones(more, dtype=np.bool_)])
         self.lora += [None] * more
         self._free += range(size - 1, self._size - 1, -1)
         self._size = size
 
-    def _clear(self, row: int) -> None:
-        self.waiting[row] = self.running[row] = self.kv_usage[row] = np.nan
+    def _wake(self, row: int, *, awake: bool) -> None:
+        if bool(self.awake[row]) != awake:
+            self.awake[row] = awake
+            self.sleeping += -1 if awake else 1
+
+    def _forget(self, row: int) -> None:
+        """Nothing is known of the process behind a row."""
+        self.waiting[row] = self.running[row] = self.kv_usage[row] = _NAN
         self.updated[row] = -np.inf
-        self.recent[row] = self.in_flight[row] = self.in_flight_tokens[row] = 0
-        self.awake[row] = True
         self.lora[row] = None
+        self._wake(row, awake=True)
+        self._known_until = -np.inf
         for callback in self._on_reset:
             callback(row)
+
+    def _clear(self, row: int) -> None:
+        self.in_flight[row] = self.in_flight_tokens[row] = 0
+        self._forget(row)
 
     def _reset(self, seat: Seat) -> None:
-        """A new process answers at the address: what was known of the old one's cache and queue is not true
-        of it. Requests in flight are still this picker's, and end by their own streams."""
-        row = seat.row
-        self.waiting[row] = self.running[row] = self.kv_usage[row] = np.nan
-        self.updated[row] = -np.inf
-        self.lora[row] = None
+        """A new process answers at the address: what was known of the old one's cache and queue is not true of it.
+        Requests in flight are still this picker's, and end by their own streams."""
+        self._forget(seat.row)
         seat.started = None
-        for callback in self._on_reset:
-            callback(row)
+        seat.reading = None
 
 
-def _or_nan(value: float | None) -> float:
-    return np.nan if value is None else value
+_NAN = float("nan")

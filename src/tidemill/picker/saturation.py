@@ -27,7 +27,7 @@ class SaturationDetector:
         fresh = load.updated[rows] >= now - STALE
         if self.by_requests or not fresh.any():
             return float(load.in_flight[rows].sum()) / (len(rows) * self.max_requests)
-        waiting = (load.waiting[rows] + load.recent[rows]) / self.queue_limit
+        waiting = load.waiting[rows] / self.queue_limit
         full = np.fmax(waiting, load.kv_usage[rows] / self.kv_limit)
         full = np.where(fresh & ~np.isnan(full), full, 1.0)
         return float(full.mean())

@@ -285,10 +285,13 @@ class Picker:
         self._scrapers.append(
             Scraper(
                 pool, self._scrape_options, budget=self._budget, recorded=self.director.tick, rng=self._rng,
-                failed=self.instruments.poll_errors.labels("metrics-data-source").inc,
+                failed=self._poll_failed,
             )
         )  # fmt: skip
         return pool
+
+    def _poll_failed(self) -> None:
+        self.instruments.poll_errors.value += 1
 
     def _scraping(self) -> ScrapeOptions:
         source: MetricsDataSource = one_of(self._plugins, MetricsDataSource)

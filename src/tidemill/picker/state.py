@@ -70,14 +70,20 @@ class PoolCollector(Collector):
             rows = snapshot.rows
             known = load.known(rows, now)
             ready.add_metric(name, len(rows))
-            for family, column in ((queue, load.waiting), (kv, load.kv_usage), (running, load.running)):
-                values = column[rows][known]
-                values = values[~np.isnan(values)]
-                if len(values):
-                    family.add_metric(name, float(values.mean()))
-            for endpoint, row, good in zip(snapshot.endpoints, rows.tolist(), known.tolist(), strict=True):
-                if good and not np.isnan(load.waiting[row]):
-                    each.add_metric([*name, endpoint.address], float(load.waiting[row]))
+            seats = [load.seat(endpoint.id) for endpoint in snapshot.endpoints]
+            readings = [
+                s.reading if s is not None and k else None for s, k in zip(seats, known.tolist(), strict=True)
+            ]
+            for family, values in (
+                (queue, [r.waiting for r in readings if r is not None and r.waiting is not None]),
+                (kv, [r.kv_usage for r in readings if r is not None and r.kv_usage is not None]),
+                (running, [r.running for r in readings if r is not None and r.running is not None]),
+            ):
+                if values:
+                    family.add_metric(name, sum(values) / len(values))
+            for endpoint, row, reading in zip(snapshot.endpoints, rows.tolist(), readings, strict=True):
+                if reading is not None and reading.waiting is not None:
+                    each.add_metric([*name, endpoint.address], reading.waiting)
                 flight.add_metric([*name, endpoint.address], float(load.in_flight[row]))
                 tokens.add_metric([*name, endpoint.address], float(load.in_flight_tokens[row]))
             index.add_metric(name, len(pool.scheduler.prefix))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import datetime as dt
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +20,12 @@ from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import set_condition
 from tidemill.kube.errors import ApiError, ConflictError, NotFoundError
 from tidemill.kube.resources import PODS, Json, ObjectKey
+from tidemill.local.children import die_with_parent
 from tidemill.local.runner import sandbox
 from tidemill.local.runner.logs import ContainerLog
 from tidemill.local.runner.probes import probe_once
 
 log = structlog.get_logger(__name__)
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -193,7 +185,7 @@ class PodWorker:
             process = await asyncio.create_subprocess_exec(
                 *command, env=env, cwd=container.spec.get("workingDir") or self._root,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+                stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         except sandbox.ConfigError as error:
             container.state = {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -19,8 +19,7 @@ from tidemill.picker.extproc.protos import Message, Mode, ProcessingRequest
 from tidemill.picker.usage import NO_USAGE, Usage, UsageReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayRequest:
+class GatewayRequest(NamedTuple):
     """A complete request as the gateway gave it. Header names are lower case. `subset` are the addresses that the
     gateway allows, as they were written, None for all. `pool` is what the gateway said of the pool, if anything;
     `port` where it asked."""
@@ -70,8 +69,7 @@ class Flight(Protocol):
         """The stream ended before the answer did."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class Pick(NamedTuple):
     """Where a request goes: `destination` is one address or several, the best first. `body` replaces the
     request's when it is not None; `streaming` says that the client asked for an event stream."""
 

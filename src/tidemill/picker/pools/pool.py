@@ -24,6 +24,7 @@ class Snapshot:
 
     endpoints: Sequence[Endpoint] = ()
     rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    select: slice | None = None  # the rows, when they follow each other
     by_address: Mapping[str, int] = field(default_factory=dict)
     missing: str = ""
 
@@ -80,7 +81,9 @@ class Pool:
             for other in endpoint.other_addresses:
                 by_address.setdefault(other, index)
         rows = self.load.sync(found.endpoints)
-        self.snapshot = Snapshot(found.endpoints, rows, by_address)
+        follow = bool(len(rows)) and bool((rows == np.arange(rows[0], rows[0] + len(rows))).all())
+        select = slice(int(rows[0]), int(rows[0]) + len(rows)) if follow else None
+        self.snapshot = Snapshot(found.endpoints, rows, select, by_address)
         after = {endpoint.address for endpoint in found.endpoints}
         if before != after:
             log.info(
@@ -104,7 +107,7 @@ class Pool:
         """Names that requests can ask this pool for: what its engines report, and what is rewritten to them."""
         found: set[str] = set()
         for seat in self.load.seats():
-            found |= seat.models
+            found |= seat.reading.models if seat.reading is not None else frozenset()
             lora = self.load.lora[seat.row]
             if lora is not None:
                 found |= lora.running | lora.waiting

@@ -4,35 +4,66 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.picker.load import FloatArray, IntArray, LoadTable
 from tidemill.picker.pools.endpoints import Endpoint
-from tidemill.picker.scheduling.prefix import NO_BLOCKS, Blocks, PrefixIndex, Prompt
+from tidemill.picker.scheduling.prefix import NO_BLOCKS, NO_PROMPT, Blocks, PrefixIndex, Prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingRequest:
+class SchedulingRequest(NamedTuple):
     """What plugins may know of a request. `model` is the one that will be served (after a rewrite; an adapter's
-    name counts as one). `headers` are lower case."""
+    name counts as one). `headers` are lower case. (A tuple, not a dataclass: one is made for each request.)"""
 
     model: str
-    prompt: Prompt = Prompt()
+    prompt: Prompt = NO_PROMPT
     salt: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = MappingProxyType({})
     multimodal: bool = False
 
 
+class Match:
+    """How much of a request's prompt each row of the table has cached; worked out once a request, when asked."""
+
+    __slots__ = ("_asked", "_by_row", "_index", "_size", "blocks")
+
+    def __init__(self, index: PrefixIndex, request: SchedulingRequest, size: int) -> None:
+        self._index = index
+        self._size = size
+        prompt = request.prompt
+        self.blocks: Blocks = (
+            index.blocks(prompt, model=request.model, salt=request.salt) if prompt.chains else NO_BLOCKS
+        )
+        self._by_row: IntArray | None = None
+        self._asked = False
+
+    @property
+    def by_row(self) -> IntArray | None:
+        """Matched blocks for each row; None when no row has any."""
+        if not self._asked:
+            self._asked = True
+            self._by_row = self._index.matched(self.blocks, self._size)
+        return self._by_row
+
+    def of(self, row: int) -> int:
+        found = self.by_row
+        return 0 if found is None else int(found[row])
+
+
 class Cycle:
-    """Candidates and, lazily, one column of numbers for each quantity, in the order of the candidates.
+    """Candidates, and one column of numbers for each quantity, in the order of the candidates.
 
     A number that is not known is NaN. When none of the candidates has numbers, what this picker itself has in
     flight stands for their queues.
     """
+
+    __slots__ = (
+        "_known", "_select", "all_known", "endpoints", "load", "match", "now", "prefix", "request", "rng", "rows",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,10 +72,11 @@ class Cycle:
         endpoints: Sequence[Endpoint],
         rows: IntArray,
         load: LoadTable,
-        prefix: PrefixIndex | None,
+        prefix: PrefixIndex,
         now: float,
         rng: random.Random,
-        blocks: Blocks | None = None,
+        select: slice | None = None,
+        match: Match | None = None,
     ) -> None:
         self.request = request
         self.endpoints = endpoints
@@ -53,8 +85,11 @@ class Cycle:
         self.prefix = prefix
         self.now = now
         self.rng = rng
-        if blocks is not None:
-            self.blocks = blocks
+        self.match = match or Match(prefix, request, load.size)
+        self.all_known = load.all_known(now)
+        self._known: NDArray[np.bool_] | None = None
+        # A slice is looked up several times faster than a list of rows.
+        self._select: slice | IntArray = rows if select is None else select
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -72,67 +107,63 @@ class Cycle:
             prefix=self.prefix,
             now=self.now,
             rng=self.rng,
-            blocks=self.__dict__.get("blocks"),
+            match=self.match,
         )
 
-    @cached_property
+    @property
     def known(self) -> NDArray[np.bool_]:
-        return self.load.known(self.rows, self.now)
+        """Which candidates have numbers."""
+        if self._known is None:
+            self._known = self.load.known(self.rows, self.now)
+        return self._known
 
-    @cached_property
+    @property
     def blind(self) -> bool:
         """Whether no candidate has numbers."""
-        return not self.known.any()
+        return not self.all_known and not self.known.any()
 
-    @cached_property
+    @property
     def waiting(self) -> FloatArray:
         """Requests that wait, those just picked included."""
-        if self.blind:
-            return self.in_flight
-        return self._fresh(self.load.waiting) + self.load.recent[self.rows]
+        return self.load.waiting[self._select] if self.all_known else self._partly(self.load.waiting)
 
-    @cached_property
+    @property
     def running(self) -> FloatArray:
-        if self.blind:
-            return self.in_flight
-        return self._fresh(self.load.running) + self.load.recent[self.rows]
+        return self.load.running[self._select] if self.all_known else self._partly(self.load.running)
 
-    @cached_property
+    @property
     def kv_usage(self) -> FloatArray:
-        return self._fresh(self.load.kv_usage)
+        values = self.load.kv_usage[self._select]
+        return values if self.all_known else np.where(self.known, values, np.nan)
 
-    @cached_property
+    @property
     def in_flight(self) -> FloatArray:
-        return self.load.in_flight[self.rows]
+        return self.load.in_flight[self._select]
 
-    @cached_property
+    @property
     def in_flight_tokens(self) -> FloatArray:
-        return self.load.in_flight_tokens[self.rows]
+        return self.load.in_flight_tokens[self._select]
 
-    @cached_property
+    @property
     def blocks(self) -> Blocks:
-        if self.prefix is None:
-            return NO_BLOCKS
-        return self.prefix.blocks(self.request.prompt, model=self.request.model, salt=self.request.salt)
+        """Hashes of the prompt."""
+        return self.match.blocks
 
-    @cached_property
+    @property
     def matched(self) -> IntArray:
         """Blocks of the prompt that each candidate has probably cached."""
-        if self.prefix is None or not self.blocks.chains:
-            return np.zeros(len(self.rows), dtype=np.int64)
-        return self.prefix.matched(self.blocks, len(self.load.waiting))[self.rows]
+        found = self.match.by_row
+        return np.zeros(len(self.rows), dtype=np.int64) if found is None else found[self._select]
 
-    @cached_property
+    @property
     def uncached_tokens(self) -> IntArray:
         """Tokens of the prompt that each candidate would have to compute."""
-        tokens = self.request.prompt.tokens
-        if self.prefix is None:
-            return np.full(len(self.rows), tokens, dtype=np.int64)
-        return np.maximum(tokens - self.matched * self.prefix.block_tokens, 0)
+        return np.maximum(self.request.prompt.tokens - self.matched * self.prefix.block_tokens, 0)
 
-    def _fresh(self, column: FloatArray) -> FloatArray:
-        values = column[self.rows]
-        return values if self.known.all() else np.where(self.known, values, np.nan)
+    def _partly(self, column: FloatArray) -> FloatArray:
+        if self.blind:
+            return self.in_flight
+        return np.where(self.known, column[self._select], np.nan)
 
 
 def worst_if_unknown(scores: FloatArray) -> FloatArray:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +51,11 @@ class Picker(Plugin):
         """Positions of the chosen candidates, the best first; at least one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What one profile chose: endpoints, the best first, with their total scores."""
+class Chosen(NamedTuple):
+    """What one profile chose: endpoints, the best first, with their rows and total scores."""
 
     endpoints: tuple[Endpoint, ...]
+    rows: tuple[int, ...]
     scores: tuple[float, ...]
 
 
@@ -66,12 +66,11 @@ class Emptied:
     plugin: str
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What the handler made of its profiles: where the request goes and what it is told on the way."""
 
     primary: Chosen
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: tuple[tuple[str, str], ...] = ()
     prefill: Chosen | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -20,8 +20,7 @@ BYTES_PER_TOKEN = 4  # of a text, estimated; token ids are packed as 32-bit inte
 DEFAULT_CAPACITY = 31_250  # blocks per endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What affinity sees of a request: chains of tokens, four bytes a token. Several prompts in one request
     are several chains; none continues another."""
 
@@ -29,18 +28,24 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        return sum(-(-len(chain) // BYTES_PER_TOKEN) for chain in self.chains)
+        chains = self.chains
+        if len(chains) == 1:
+            return -(-len(chains[0]) // BYTES_PER_TOKEN)
+        return sum(-(-len(chain) // BYTES_PER_TOKEN) for chain in chains)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+NO_PROMPT = Prompt()
+
+
+class Blocks(NamedTuple):
     """Hashes of the full blocks of a prompt, a sequence for each chain."""
 
     chains: tuple[Sequence[int], ...]
 
     @property
     def total(self) -> int:
-        return sum(map(len, self.chains))
+        chains = self.chains
+        return len(chains[0]) if len(chains) == 1 else sum(map(len, chains))
 
 
 NO_BLOCKS = Blocks(())
@@ -88,11 +93,13 @@ class PrefixIndex:
             found.append(hashes)
         return Blocks(tuple(found)) if found else NO_BLOCKS
 
-    def matched(self, blocks: Blocks, size: int) -> IntArray:
+    def matched(self, blocks: Blocks, size: int) -> IntArray | None:
         """For each row below `size`, how many blocks of the prompt it holds, counted from the front without
-        a gap."""
-        counts = np.zeros(size, dtype=np.int64)
+        a gap; None when no row holds any."""
         holders = self._holders
+        if not any(chain[0] in holders for chain in blocks.chains):
+            return None
+        counts = np.zeros(size, dtype=np.int64)
         for chain in blocks.chains:
             alive = -1  # every row, before the first block
             depth = 0

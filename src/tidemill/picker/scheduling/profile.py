@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PrivateAttr
 
+from tidemill.picker.load import FloatArray
 from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.scheduling.cycle import Cycle
 from tidemill.picker.scheduling.plugin import (
@@ -34,20 +35,37 @@ class Profile:
     filters: Sequence[tuple[str, Filter]]
     scorers: Sequence[tuple[str, Scorer, float]]
     picker: Picker
+    remembering: Sequence[Scorer]  # those that want to be told of the pick
 
     def run(self, cycle: Cycle) -> Chosen | Emptied:
         for name, plugin in self.filters:
             cycle = cycle.narrowed(plugin.keep(cycle))
             if not len(cycle):
                 return Emptied(name)
-        totals = np.zeros(len(cycle))
+        totals: FloatArray | None = None
         for _, scorer, weight in self.scorers:
-            totals += weight * scorer.score(cycle)
+            scores = weight * scorer.score(cycle)
+            totals = scores if totals is None else np.add(totals, scores, out=scores)
+        if totals is None:
+            totals = np.zeros(len(cycle))
         positions = self.picker.pick(cycle, totals)
-        chosen = Chosen(tuple(cycle.endpoints[i] for i in positions), tuple(totals[positions].tolist()))
-        for _, scorer, _ in self.scorers:
+        endpoints = cycle.endpoints
+        chosen = Chosen(
+            tuple([endpoints[i] for i in positions]),
+            tuple([int(cycle.rows[i]) for i in positions]),
+            tuple([float(totals[i]) for i in positions]),
+        )
+        for scorer in self.remembering:
             scorer.picked(cycle, chosen.endpoints[0])
         return chosen
+
+    def timed(self, cycle: Cycle, now: Callable[[], float]) -> Iterator[tuple[str, str, str, float]]:
+        """Extension point, type and name of each plugin, and how many seconds of `now` it takes for this cycle."""
+        for point, plugins in (("Filter", self.filters), ("Scorer", [(n, s) for n, s, _ in self.scorers])):
+            for name, plugin in plugins:
+                begun = now()
+                plugin.keep(cycle) if isinstance(plugin, Filter) else plugin.score(cycle)
+                yield point, type(plugin).__name__, name, now() - begun
 
     def explain(self, cycle: Cycle) -> list[dict[str, Any]]:
         """Each candidate with what every filter and scorer makes of it."""
@@ -113,7 +131,7 @@ class DisaggProfileHandler(ProfileHandler):
         prefill = profiles[self.prefill_profile].run(cycle)
         if isinstance(prefill, Emptied):
             return prefill if isinstance(decider, AlwaysDisaggPdDecider) else Outcome(decode)
-        return Outcome(decode, {PREFILL_HEADER: prefill.endpoints[0].address}, prefill)
+        return Outcome(decode, ((PREFILL_HEADER, prefill.endpoints[0].address),), prefill)
 
 
 class AlwaysDisaggPdDecider(Decider):
@@ -132,8 +150,9 @@ class PrefixBasedPdDecider(Decider):
         tokens = cycle.request.prompt.tokens
         if not self.non_cached_tokens or tokens < max(self.prompt_tokens, self.non_cached_tokens):
             return False
-        position = next(i for i, candidate in enumerate(cycle.endpoints) if candidate.id == endpoint.id)
-        return int(cycle.uncached_tokens[position]) >= self.non_cached_tokens
+        seat = cycle.load.seat(endpoint.id)
+        cached = 0 if seat is None else cycle.match.of(seat.row)
+        return tokens - cached * cycle.prefix.block_tokens >= self.non_cached_tokens
 
 
 HANDLERS: dict[str, type[Plugin]] = {

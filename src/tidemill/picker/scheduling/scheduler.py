@@ -85,11 +85,19 @@ class Scheduler:
         load.on_reset(self.prefix.forget)
 
     def cycle(
-        self, request: SchedulingRequest, endpoints: Sequence[Endpoint], rows: IntArray, now: float
+        self,
+        request: SchedulingRequest,
+        endpoints: Sequence[Endpoint],
+        rows: IntArray,
+        now: float,
+        *,
+        select: slice | None = None,
     ) -> Cycle:
+        """A cycle over `endpoints` in `rows`; `select` is the same as a slice, where they follow each other."""
         return Cycle(
-            request, endpoints=endpoints, rows=rows, load=self._load, prefix=self.prefix, now=now, rng=self._rng
-        )
+            request, endpoints=endpoints, rows=rows, load=self._load, prefix=self.prefix, now=now, rng=self._rng,
+            select=select,
+        )  # fmt: skip
 
     def schedule(self, cycle: Cycle) -> Outcome | Emptied | NoCandidates:
         """Screen, then let the handler run its profiles. `cycle` holds who may be picked at all."""
@@ -104,13 +112,12 @@ class Scheduler:
 def screen(cycle: Cycle) -> Cycle | None:
     """Those awake; of these, those with numbers if there are any. None when all are asleep: a sleeping engine
     does not wake by being asked."""
-    awake = cycle.load.awake[cycle.rows]
-    if not awake.all():
+    if cycle.load.sleeping:
+        awake = cycle.load.awake[cycle.rows]
         if not awake.any():
             return None
         cycle = cycle.narrowed(awake)
-    known = cycle.known
-    return cycle if cycle.blind or known.all() else cycle.narrowed(known)
+    return cycle if cycle.all_known or cycle.blind else cycle.narrowed(cycle.known)
 
 
 def _instantiate(config: EndpointPickerConfig, where: str) -> dict[str, Plugin]:
@@ -198,6 +205,9 @@ def _profile(name: str, members: Sequence[tuple[str, Plugin, float]], default_pi
         filters=tuple((n, p) for n, p, _ in members if isinstance(p, Filter)),
         scorers=tuple((n, p, weight) for n, p, weight in members if isinstance(p, Scorer)),
         picker=next((p for _, p, _ in members if isinstance(p, Picker)), default_picker),
+        remembering=tuple(
+            p for _, p, _ in members if isinstance(p, Scorer) and type(p).picked is not Scorer.picked
+        ),
     )
 
 

@@ -20,8 +20,13 @@ TOKEN_LOAD_SCALE = 4_194_304
 
 def _fewer_is_better(values: FloatArray) -> FloatArray:
     """(max - v) / (max - min) over what is known; 1 for all when all are equal."""
-    high = np.fmax.reduce(values)
-    low = np.fmin.reduce(values)
+    high, low = np.maximum.reduce(values), np.minimum.reduce(values)
+    if high > low:
+        return (high - values) / (high - low)
+    if high == low:
+        return np.ones(len(values))
+    # Not all are known.
+    high, low = np.fmax.reduce(values), np.fmin.reduce(values)
     if not high > low:
         return np.where(np.isnan(values), 0.0, 1.0)
     return worst_if_unknown((high - values) / (high - low))
@@ -64,11 +69,11 @@ class PrefixCacheScorer(Scorer):
 
     def score(self, cycle: Cycle) -> FloatArray:
         total = cycle.blocks.total
-        if not total:
+        if not total or cycle.match.by_row is None:
             return np.zeros(len(cycle))
         ratio = cycle.matched / total
         weight = self.match_length_weight
-        if not weight or cycle.prefix is None:
+        if not weight:
             return ratio
         length = np.minimum(1.0, cycle.matched * cycle.prefix.block_tokens / self.match_length_scale_tokens)
         return weight * length**2 + (1 - weight) * ratio
@@ -169,8 +174,7 @@ class NoHitLruScorer(Scorer):
         return scores
 
     def picked(self, cycle: Cycle, endpoint: Endpoint) -> None:
-        position = next((i for i, e in enumerate(cycle.endpoints) if e.id == endpoint.id), None)
-        if position is None or cycle.matched.any():
+        if cycle.matched.any():
             return
         self._used[endpoint.id] = None
         self._used.move_to_end(endpoint.id)

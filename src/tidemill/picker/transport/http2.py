@@ -38,6 +38,11 @@ _U32 = struct.Struct(">I")
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
 
+# Plain numbers where every frame passes: to look up a member of an enumeration costs as much as the work.
+_DATA, _HEADERS, _WINDOW_UPDATE = 0x0, 0x1, 0x8
+_END_STREAM, _PADDED = 0x1, 0x8
+
+
 class Frame(IntEnum):
     DATA = 0x0
     HEADERS = 0x1
@@ -152,7 +157,7 @@ class Stream:
         ):
             self._send_window -= size
             connection.send_window -= size
-            connection.frame(Frame.DATA, 0, self.id, data)
+            connection.frame(_DATA, 0, self.id, data)
             return
         self._pending.append(data)
         self._pending_bytes += size
@@ -226,7 +231,7 @@ class Stream:
             and self._pending_bytes < PENDING_LIMIT
             and not self.peer_ended
         ):
-            self._connection.frame(Frame.WINDOW_UPDATE, 0, self.id, _U32.pack(self._recv_consumed))
+            self._connection.frame(_WINDOW_UPDATE, 0, self.id, _U32.pack(self._recv_consumed))
             self._recv_window += self._recv_consumed
             self._recv_consumed = 0
 
@@ -259,7 +264,7 @@ class Connection:
         self._header_block: tuple[int, int, list[bytes], int] | None = None  # stream, flags, parts, size
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BLOCK)
         self._stateless = False  # whether the peer has agreed to keep no header table
-        self._cache: dict[bytes, Headers] = {}
+        self._cache: dict[bytes, tuple[Headers, bool]] = {}
         self._idle_frames = 0
         self._said_no_table = False
         self.closed = False
@@ -291,7 +296,7 @@ class Connection:
             # Our encoder keeps no table. A peer that has asked for a small one waits to be told (RFC 7541, 4.2).
             self._said_no_table = True
             block = b"\x20" + block
-        self.frame(Frame.HEADERS, flags, stream_id, block)
+        self.frame(_HEADERS, flags, stream_id, block)
 
     def go_away(self) -> None:
         """Tell the peer to open no more streams here. Those that it opens before it has heard are served."""
@@ -338,8 +343,9 @@ class Connection:
         if self._buffer:
             data = self._buffer + data
         position, available = 0, len(data)
+        unpack = _HEADER.unpack_from
         while available - position >= 9:
-            high, low, kind, flags, stream_id = _HEADER.unpack_from(data, position)
+            high, low, kind, flags, stream_id = unpack(data, position)
             size = high << 16 | low
             if size > MAX_FRAME:
                 raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, f"frame of {size} bytes")
@@ -349,11 +355,14 @@ class Connection:
             payload = data[position + 9 : end]
             position = end
             try:
-                self._frame(kind, flags, stream_id & MAX_STREAM_ID, payload)
+                if kind == _DATA and self._header_block is None and self._settings_seen:
+                    self._on_data(flags, stream_id & MAX_STREAM_ID, payload)
+                else:
+                    self._frame(kind, flags, stream_id & MAX_STREAM_ID, payload)
             except StreamError as error:
                 self.reset_stream(error.stream_id, error.code)
                 self._count_idle()
-        self._buffer = data[position:]
+        self._buffer = data[position:] if position < available else b""
 
     def _preface(self, data: bytes) -> bytes:
         expected = self._preface_left
@@ -403,10 +412,10 @@ class Connection:
             raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "more data than the connection's window")
         self._recv_consumed += size
         if self._recv_consumed >= CONNECTION_WINDOW // 2:
-            self.frame(Frame.WINDOW_UPDATE, 0, 0, _U32.pack(self._recv_consumed))
+            self.frame(_WINDOW_UPDATE, 0, 0, _U32.pack(self._recv_consumed))
             self._recv_window += self._recv_consumed
             self._recv_consumed = 0
-        if flags & Flag.PADDED:
+        if flags & _PADDED:
             payload = _unpadded(payload)
         if stream is None:
             self._count_idle()  # reset a moment ago: the peer could not know yet
@@ -414,18 +423,19 @@ class Connection:
         if stream.peer_ended:
             raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end of the stream")
         stream.receive(size)
+        ends = flags & _END_STREAM
         if payload:
             self._idle_frames = 0
-        elif not flags & Flag.END_STREAM:
+        elif not ends:
             self._count_idle()
-        if flags & Flag.END_STREAM:
+        if ends:
             stream.peer_ended = True
         handler = stream.handler
         if handler is not None:
             if payload:
                 handler.data(payload)
             stream.consumed(size)
-            if flags & Flag.END_STREAM and stream.handler is not None:
+            if ends and stream.handler is not None:
                 handler.end()
 
     def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -459,8 +469,8 @@ class Connection:
 
     def _on_header_block(self, stream_id: int, flags: int, block: bytes) -> None:
         # Every block must be decoded, also one that is not wanted: it may change the table.
-        headers = self._decode(block)
-        end = bool(flags & Flag.END_STREAM)
+        headers, well_formed = self._decode(block)
+        end = bool(flags & _END_STREAM)
         stream = self.streams.get(stream_id)
         if stream is not None:
             if stream.peer_ended or not end:
@@ -475,7 +485,7 @@ class Connection:
         self._last_stream = stream_id
         if len(self.streams) >= MAX_STREAMS:
             raise StreamError(stream_id, ErrorCode.REFUSED_STREAM, "too many streams")
-        if not _well_formed(headers):
+        if not well_formed:
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "malformed request headers")
         stream = self.streams[stream_id] = Stream(self, stream_id, self._peer_initial_window)
         stream.peer_ended = end
@@ -484,7 +494,8 @@ class Connection:
         if end and stream.handler is not None:
             stream.handler.end()
 
-    def _decode(self, block: bytes) -> Headers:
+    def _decode(self, block: bytes) -> tuple[Headers, bool]:
+        """The fields of a block, and whether they are well formed as a request."""
         found = self._cache.get(block)
         if found is not None:
             return found
@@ -492,10 +503,11 @@ class Connection:
             headers = tuple((str(name), str(value)) for name, value in self._decoder.decode(block))
         except (HPACKError, UnicodeDecodeError) as error:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, type(error).__name__) from None
+        found = (headers, _well_formed(headers))
         # Without a table a block means the same whenever it comes.
         if self._stateless and len(self._cache) < _CACHED_BLOCKS:
-            self._cache[block] = headers
-        return headers
+            self._cache[block] = found
+        return found
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:

@@ -1,0 +1,304 @@
+"""Benchmarks of the endpoint picker; prints JSON and writes build/bench/picker.json.
+
+One run on one machine compares Envoy alone, with the lean transport and with grpcio. Every part is a process of
+its own; CPU is what the kernel counted for it. Quote ratios and medians, and the load average with them.
+`--short` measures less, for a first look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from prometheus_client import CollectorRegistry
+
+from benchmarks.messages import completion
+from tidemill.kube.resources import ObjectKey
+from tidemill.local.envoy import Envoy, PoolRoute
+from tidemill.picker.director import DirectorOptions, PickerDirector
+from tidemill.picker.extproc.exchange import GatewayRequest, Pick
+from tidemill.picker.instruments import Instruments
+from tidemill.picker.load import LoadTable, Reading
+from tidemill.picker.pools.endpoints import Endpoint, EndpointId, EndpointSet
+from tidemill.picker.pools.pool import Pool, Pools
+from tidemill.picker.saturation import SaturationDetector
+from tidemill.picker.scheduling.prefix import Blocks
+from tidemill.picker.scheduling.scheduler import DEFAULT_CONFIG, Scheduler
+
+OUT = Path("build/bench/picker.json")
+TICKS = os.sysconf("SC_CLK_TCK")
+LUA = """
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.body = io.open("BODY", "rb"):read("*a")
+done = function(summary, latency, requests)
+  local e = summary.errors
+  io.write(string.format('RESULT {"requests":%d,"seconds":%f,"p50":%f,"p99":%f,"errors":%d}\\n', summary.requests,
+    summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    e.connect + e.read + e.write + e.status + e.timeout))
+end
+"""
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def rss_mib(pid: int) -> float:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return round(int(text.partition("VmRSS:")[2].split()[0]) / 1024, 1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# The pick alone
+
+
+def picks(endpoints: int, body_bytes: int, rounds: int = 1500) -> dict[str, Any]:
+    """Microseconds from a complete request to its pick: parsing, hashing, scoring, accounting. Half of the requests
+    continue a prompt that endpoints have cached to different depths."""
+    rng = random.Random(1)
+    load = LoadTable()
+    pools = Pools()
+    pool = Pool(ObjectKey("ns", "p"), Scheduler(DEFAULT_CONFIG, load, rng), load, missing="")
+    pools.add(pool)
+    made = [
+        Endpoint(
+            id=EndpointId(f"u{i}", 8000), address=f"10.0.{i // 250}.{i % 250 + 1}:8000",
+            pod=ObjectKey("ns", f"p{i}"), rank=0,
+        )
+        for i in range(endpoints)
+    ]  # fmt: skip
+    pool.replace(EndpointSet(tuple(made)))
+    director = PickerDirector(
+        pools, DEFAULT_CONFIG, detector=SaturationDetector(), instruments=Instruments(CollectorRegistry()),
+        options=DirectorOptions(), now=time.monotonic, rng=rng, wake=lambda pool, when: None,
+    )  # fmt: skip
+    text = "".join(rng.choices("abcdefgh ", k=body_bytes))
+    found: list[float] = []
+    warm: Blocks | None = None
+    for number in range(rounds):
+        if number % 100 == 0:
+            for endpoint in made:
+                seat = load.seat(endpoint.id)
+                assert seat is not None
+                reading = Reading(waiting=float(rng.randrange(5)), running=3.0, kv_usage=rng.random())
+                load.record(seat, reading, mark=load.mark, now=time.monotonic())
+        prompt = text if number % 2 else text[: body_bytes // 2] + "".join(rng.choices("xyz", k=body_bytes // 2))
+        request = GatewayRequest(headers={":path": "/v1/completions", ":method": "POST"}, body=completion(prompt))
+        out: list[Any] = []
+        begun = time.perf_counter()
+        director.admit(request, out.append)
+        found.append(time.perf_counter() - begun)
+        pick = out[0]
+        assert isinstance(pick, Pick)
+        if warm is None:
+            warm = pick.flight._blocks  # type: ignore[attr-defined]
+            for row in pool.snapshot.rows.tolist():
+                depth = rng.randrange(warm.total + 1)
+                pool.scheduler.prefix.served(Blocks((warm.chains[0][:depth],)), row)
+        pick.flight.responded(200, "")
+        pick.flight.aborted()
+    found.sort()
+    return {
+        "endpoints": endpoints,
+        "body_bytes": body_bytes,
+        "pick_us": round(found[len(found) // 2] * 1e6, 1),
+        "pick_p99_us": round(found[int(len(found) * 0.99)] * 1e6, 1),
+    }
+
+
+# Processes
+
+
+@asynccontextmanager
+async def process(*command: str, ready: str = "") -> AsyncIterator[subprocess.Popen[str]]:
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert running.stdout is not None
+    line = running.stdout.readline()
+    while ready not in line:
+        if not line:
+            raise RuntimeError(f"{command} ended")
+        line = running.stdout.readline()
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.wait(10)
+
+
+@asynccontextmanager
+async def backend() -> AsyncIterator[int]:
+    port = free_port()
+    async with process(sys.executable, "-m", "benchmarks.backend", str(port)):
+        yield port
+
+
+@asynccontextmanager
+async def picker(
+    directory: Path, endpoints: int, port: int, *, transport: str, interval: str
+) -> AsyncIterator[tuple[int, int]]:
+    """gRPC port and process id of a picker with `endpoints` endpoints."""
+    lines = ["endpoints:"]
+    for i in range(endpoints):
+        lines.append(f"- {{name: e{i}, address: 127.1.{i // 250}.{i % 250 + 1}, port: {port}}}")
+    path = directory / "endpoints.yaml"
+    path.write_text("\n".join(lines))
+    grpc_port = free_port()
+    async with process(
+        str(Path(sys.executable).parent / "tidemill"), "picker", "--endpoints", str(path),
+        "--bind-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--grpc-health-port", "0", "--metrics-port", "0",
+        "--secure-serving=false", "--transport", transport, "--refresh-metrics-interval", interval,
+        "--drain-timeout", "100ms", ready="event=serving",
+    ) as running:  # fmt: skip
+        yield grpc_port, running.pid
+
+
+async def wrk(url: str, body: Path, concurrency: int, seconds: float, header: str = "") -> dict[str, Any]:
+    script = body.with_suffix(".lua")
+    script.write_text(LUA.replace("BODY", str(body)))
+    command = ["wrk", "-t1", f"-c{concurrency}", f"-d{seconds:g}s", "-s", str(script)]
+    command += ["-H", header] if header else []
+    made = await asyncio.create_subprocess_exec(*command, url, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    out = (await made.communicate())[0].decode()
+    found = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    if not found:
+        raise RuntimeError(out)
+    return orjson.loads(found[0].removeprefix("RESULT "))
+
+
+async def through_envoy(
+    directory: Path, *, endpoints: int, bodies: Sequence[int], concurrencies: Sequence[int], seconds: float
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    alone: dict[tuple[int, int], dict[str, Any]] = {}
+    async with backend() as port:
+        for transport in ("none", "lean", "grpc"):
+            served_by = "lean" if transport == "none" else transport
+            async with picker(directory, endpoints, port, transport=served_by, interval="4s") as (grpc_port, pid):
+                envoy = Envoy(
+                    directory / f"{transport}-{endpoints}",
+                    [PoolRoute(name="p", pickers=[f"127.0.0.1:{grpc_port}"])],
+                    port=free_port(),
+                    admin_port=free_port(),
+                    without_picker=[f"127.1.0.1:{port}"],
+                )
+                header = "x-without-picker: 1" if transport == "none" else ""
+                async with envoy:
+                    url = f"{envoy.url}/v1/completions"
+                    for size in bodies:
+                        body = directory / f"body-{size}"
+                        body.write_bytes(completion("".join(random.Random(2).choices("abcdefgh ", k=size - 100))))
+                        await wrk(url, body, 16, 1.0, header)
+                        for concurrency in concurrencies:
+                            before = cpu_seconds(pid), cpu_seconds(envoy.pid)
+                            found = await wrk(url, body, concurrency, seconds, header)
+                            after = cpu_seconds(pid), cpu_seconds(envoy.pid)
+                            each = [
+                                (b - a) / max(1, found["requests"]) * 1e6
+                                for a, b in zip(before, after, strict=True)
+                            ]
+                            base = alone.setdefault((size, concurrency), found)
+                            rows.append(
+                                {
+                                    "transport": transport,
+                                    "body_bytes": size,
+                                    "endpoints": endpoints,
+                                    "concurrency": concurrency,
+                                    "rps": round(found["requests"] / found["seconds"]),
+                                    "errors": found["errors"],
+                                    "added_p50_ms": round(found["p50"] - base["p50"], 3),
+                                    "added_p99_ms": round(found["p99"] - base["p99"], 3),
+                                    "picker_cpu_us": None if transport == "none" else round(each[0], 1),
+                                    "envoy_cpu_us": round(each[1], 1),
+                                }
+                            )
+                            print(orjson.dumps(rows[-1]).decode(), file=sys.stderr, flush=True)
+    return rows
+
+
+async def scraping(
+    directory: Path, *, endpoints: int, interval: str, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Cores that a picker uses while it scrapes, and the latency of picks meanwhile."""
+    async with (
+        backend() as port,
+        picker(directory, endpoints, port, transport="lean", interval=interval) as (grpc_port, pid),
+    ):
+        await asyncio.sleep(1.0)
+        before, begun = cpu_seconds(pid), time.monotonic()
+        picked: dict[str, Any] = {}
+        if rate:
+            client = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks.extproc_client", str(grpc_port), str(rate), str(seconds), "900",
+                stdout=subprocess.PIPE,
+            )  # fmt: skip
+            picked = orjson.loads((await client.communicate())[0])
+        else:
+            await asyncio.sleep(seconds)
+        cores = (cpu_seconds(pid) - before) / (time.monotonic() - begun)
+        return {
+            "endpoints": endpoints,
+            "interval": interval,
+            "requests_per_s": rate,
+            "cores": round(cores, 3),
+            "rss_mib": rss_mib(pid),
+            **picked,
+        }
+
+
+async def main() -> None:
+    short = "--short" in sys.argv
+    seconds = 2.0 if short else 5.0
+    if shutil.which("wrk") is None:
+        raise SystemExit("wrk is not installed (Debian package wrk)")
+    result: dict[str, Any] = {"load_average": os.getloadavg()[0], "cpus": os.cpu_count()}
+    result["picks"] = [picks(n, size) for n in (50, 1000) for size in (1024, 32_768)]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        result["telemetry"] = [
+            await scraping(directory, endpoints=100, interval="50ms", rate=0, seconds=seconds),
+            await scraping(directory, endpoints=500, interval="200ms", rate=1000, seconds=seconds),
+            await scraping(directory, endpoints=10, interval="50ms", rate=500, seconds=seconds),
+        ]
+        result["rows"] = []
+        for endpoints in (50,) if short else (50, 1000):
+            result["rows"] += await through_envoy(
+                directory,
+                endpoints=endpoints,
+                bodies=(1024, 32_768),
+                concurrencies=(64,) if short else (1, 16, 64),
+                seconds=seconds,
+            )
+
+    def cpu(transport: str) -> float:
+        chosen = [r for r in result["rows"] if r["transport"] == transport and r["body_bytes"] == 1024]
+        return statistics.median(r["picker_cpu_us"] for r in chosen)
+
+    result["lean_to_grpc_cpu"] = round(cpu("lean") / cpu("grpc"), 3)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    print(OUT.read_text())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
