@@ -6,8 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)', re.DOTALL)
+# Everything up to the brace that closes the labels: the first one outside quotes.
+_INSIDE = re.compile(r'[^"}]*(?:"(?:[^"\\]|\\.)*"[^"}]*)*', re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
@@ -42,34 +45,28 @@ def parse(text: str, wanted: Collection[str]) -> Iterator[Sample]:
         yield Sample(match[0], labels, value)
 
 
-def _labels(line: str, start: int) -> tuple[dict[str, str] | None, str]:
+def _labels(line: str, start: int) -> tuple[Mapping[str, str] | None, str]:
     if start >= len(line) or line[start] != "{":
         return {}, line[start:]
+    end = _INSIDE.match(line, start + 1)
+    if end is None:
+        return None, ""
+    position = end.end()
+    return _pairs(line[start + 1 : position]), line[position + 1 :]
+
+
+@lru_cache(maxsize=16_384)
+def _pairs(text: str) -> Mapping[str, str] | None:
+    """Labels between braces. Servers repeat theirs with every scrape, so they are read once."""
     labels: dict[str, str] = {}
-    position = start + 1
-    while position < len(line) and line[position] != "}":
-        end = _closing(line, position)
-        match = _LABEL.match(line, position, end)
+    position = 0
+    while position < len(text):
+        match = _LABEL.match(text, position)
         if match is None:
-            return None, ""
+            return None
         labels[match[1]] = _unescape(match[2])
         position = match.end()
-    return labels, line[position + 1 :]
-
-
-def _closing(line: str, position: int) -> int:
-    """Index of the `}` that closes the labels: the first one outside quotes."""
-    quoted = False
-    while position < len(line):
-        char = line[position]
-        if char == "\\" and quoted:
-            position += 1
-        elif char == '"':
-            quoted = not quoted
-        elif char == "}" and not quoted:
-            return position
-        position += 1
-    return len(line)
+    return labels
 
 
 def _unescape(text: str) -> str:

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -52,6 +53,7 @@ class BodyError(ValueError):
 NO_BODY = ParsedBody()
 
 
+@lru_cache(maxsize=512)
 def api_of(path: str) -> Api | None:
     """The API at a path, whatever prefix a route has put before it; query and last slash do not count."""
     plain = path.partition("?")[0].rstrip("/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -432,5 +432,6 @@ def models_answer(pools: Iterable[Pool]) -> bytes:
     return orjson.dumps({"object": "list", "data": data})
 
 
-def _first(headers: Any, names: tuple[str, ...]) -> str:
-    return next((headers[name] for name in names if name in headers), "")
+def _first(headers: Mapping[str, str], names: tuple[str, str]) -> str:
+    """Today's name of a header before its older one."""
+    return headers.get(names[0]) or headers.get(names[1]) or ""

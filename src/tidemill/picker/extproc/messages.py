@@ -129,18 +129,24 @@ def streamed_response_body(chunk: bytes, *, end_of_stream: bool) -> Iterable[byt
 
 
 def _streamed(field: int, chunk: bytes | memoryview, end_of_stream: bool) -> bytes:
-    """ProcessingResponse{field: BodyResponse{response: CommonResponse{body_mutation: BodyMutation{
-    streamed_response: StreamedBodyResponse{body, end_of_stream}}}}}."""
-    size = len(chunk)
-    tail = b"\x10\x01" if end_of_stream else b""
+    return b"".join((_before_chunk(field, len(chunk), end_of_stream), chunk, _END if end_of_stream else b""))
+
+
+_END = b"\x10\x01"  # end_of_stream: true
+
+
+@lru_cache(maxsize=4096)
+def _before_chunk(field: int, size: int, end_of_stream: bool) -> bytes:
+    """What stands before a chunk of `size` bytes in ProcessingResponse{field: BodyResponse{response:
+    CommonResponse{body_mutation: BodyMutation{streamed_response: StreamedBodyResponse{body, end_of_stream}}}}}."""
     head = b"\x0a" + _varint(size) if size else b""
-    length = len(head) + size + len(tail)
+    length = len(head) + size + (len(_END) if end_of_stream else 0)
     # From the inside out: streamed_response 3, body_mutation 3, response 1, then the field itself.
     for tag in (0x1A, 0x1A, 0x0A, field << 3 | 2):
         prefix = bytes((tag,)) + _varint(length)
         head = prefix + head
         length += len(prefix)
-    return b"".join((head, chunk, tail))
+    return head
 
 
 def _varint(value: int) -> bytes:

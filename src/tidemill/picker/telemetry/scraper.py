@@ -170,11 +170,9 @@ class _Target(asyncio.Protocol):
         return endpoint.address != self._address or endpoint.engine != self._engine_label
 
     def begin(self) -> None:
-        # Spread over the interval, so that not all come at once.
-        self._due = self._loop.time()
-        self._timer = self._loop.call_later(
-            self._scraper.rng.random() * self._scraper.options.interval, self._scrape
-        )
+        # Spread over the interval, so that not all come at once, now or later.
+        self._due = self._loop.time() + self._scraper.rng.random() * self._scraper.options.interval
+        self._timer = self._loop.call_at(self._due, self._scrape)
 
     def stop(self) -> None:
         self._stopped = True
@@ -317,9 +315,8 @@ class _Target(asyncio.Protocol):
 
     def _again(self, interval: float) -> None:
         # Missed turns are left out, not made up for.
-        now = self._loop.time()
-        self._due = max(self._due + interval, now)
-        self._timer = self._loop.call_later(self._due - now, self._scrape)
+        self._due = max(self._due + interval, self._loop.time())
+        self._timer = self._loop.call_at(self._due, self._scrape)
 
     def _say(self, message: str, **fields: object) -> None:
         log.info(message, pool=self._scraper.pool, endpoint=self._address, url=self._url, **fields)

@@ -41,7 +41,7 @@ CallFactory = Callable[[StreamInfo, Callable[[bytes], None], Callable[[], None]]
 class _GrpcStream:
     """Messages out of data frames, and into them."""
 
-    __slots__ = ("_buffer", "_call", "_needed", "_size", "_started", "_stream", "max_message")
+    __slots__ = ("_buffer", "_call", "_needed", "_out", "_reading", "_size", "_started", "_stream", "max_message")
 
     def __init__(self, stream: Stream, max_message: int) -> None:
         self._stream = stream
@@ -50,6 +50,8 @@ class _GrpcStream:
         self._size = 0
         self._needed = 5
         self._started = False
+        self._reading = False
+        self._out: list[bytes] = []
         self.max_message = max_message
 
     def serve(self, call: Call) -> None:
@@ -64,7 +66,16 @@ class _GrpcStream:
             chunk = b"".join(self._buffer)
             self._buffer.clear()
             self._size = 0
+        self._reading = True
+        try:
+            self._messages(chunk)
+        finally:
+            self._reading = False
+        self._flush()
+
+    def _messages(self, chunk: bytes) -> None:
         position, available = 0, len(chunk)
+        self._needed = 5
         while available - position >= 5:
             length = int.from_bytes(chunk[position + 1 : position + 5], "big")
             if chunk[position]:
@@ -79,8 +90,6 @@ class _GrpcStream:
             if not self._message(chunk[position + 5 : end]):
                 return
             position = end
-        else:
-            self._needed = 5
         if position < available:
             rest = chunk[position:] if position else chunk
             self._buffer.append(rest)
@@ -112,20 +121,33 @@ class _GrpcStream:
             call.closed()
 
     def send(self, message: bytes) -> None:
+        """What answers one frame goes out as one."""
+        self._out.append(b"\x00" + len(message).to_bytes(4, "big"))
+        self._out.append(message)
+        if not self._reading:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._out:
+            return
+        self._start()
+        self._stream.send_data(b"".join(self._out))
+        self._out.clear()
+
+    def _start(self) -> None:
         if not self._started:
             self._started = True
             self._stream.send_headers(_OK_HEADERS)
-        self._stream.send_data(b"\x00" + len(message).to_bytes(4, "big") + message)
 
     def finish(self) -> None:
-        if not self._started:
-            self._started = True
-            self._stream.send_headers(_OK_HEADERS)
+        self._flush()
+        self._start()
         self._stream.send_trailers(_OK_TRAILERS)
 
     def fail(self, status: int, message: str) -> None:
         """End the call with a gRPC status other than OK."""
         block = literal("grpc-status", str(status)) + literal("grpc-message", quote(message, safe=" "))
+        self._flush()
         if self._started:
             self._stream.send_trailers(block)
         else:
