@@ -30,6 +30,7 @@ lint: setup  ## Style, types, import rules
 
 bench: setup  ## Measure; results in build/bench
 	$(BIN)/python -m benchmarks.autoscaler
+	$(BIN)/python -m benchmarks.picker
 
 clean:  ## Remove the environment and what was built
 	rm -rf $(VENV) build dist

@@ -11,7 +11,8 @@ _HEADERS = {
     ":method": "POST", ":path": "/v1/completions", ":scheme": "http", ":authority": "gateway.example:8080",
     "content-type": "application/json", "user-agent": "openai-python/1.50", "accept": "application/json",
     "accept-encoding": "gzip, deflate", "authorization": "Bearer x" * 6, "x-forwarded-proto": "http",
-    "x-request-id": "0f9a6a0e-7a8a-4a5e-9a51-7a1c5be9cf9c", "x-stainless-lang": "python", "x-stainless-os": "Linux",
+    "x-request-id": "0f9a6a0e-7a8a-4a5e-9a51-7a1c5be9cf9c", "x-stainless-lang": "python",
+    "x-stainless-os": "Linux",
 }  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def free_port() -> int:
 
 
 def picks(endpoints: int, body_bytes: int, rounds: int = 1500) -> dict[str, Any]:
-    """Microseconds from a complete request to its pick: parsing, hashing, scoring, accounting. Half of the requests
-    continue a prompt that endpoints have cached to different depths."""
+    """Microseconds from a complete request to its pick: parsing, hashing, scoring, accounting. Half of the
+    requests continue a prompt that endpoints have cached to different depths."""
     rng = random.Random(1)
     load = LoadTable()
     pools = Pools()
@@ -166,8 +166,9 @@ async def picker(
     grpc_port = free_port()
     async with process(
         str(Path(sys.executable).parent / "tidemill"), "picker", "--endpoints", str(path),
-        "--bind-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--grpc-health-port", "0", "--metrics-port", "0",
-        "--secure-serving=false", "--transport", transport, "--refresh-metrics-interval", interval,
+        "--bind-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--grpc-health-port", "0",
+        "--metrics-port", "0", "--secure-serving=false", "--transport", transport,
+        "--refresh-metrics-interval", interval,
         "--drain-timeout", "100ms", ready="event=serving",
     ) as running:  # fmt: skip
         yield grpc_port, running.pid
@@ -200,10 +201,12 @@ async def through_envoy(
                     [PoolRoute(name="p", pickers=[f"127.0.0.1:{grpc_port}"])],
                     port=free_port(),
                     admin_port=free_port(),
-                    without_picker=[f"127.1.0.1:{port}"],
+                    bypass=True,
                 )
                 header = "x-without-picker: 1" if transport == "none" else ""
                 async with envoy:
+                    envoy.set_endpoints("p", [f"127.1.0.1:{port}"])
+                    await asyncio.sleep(0.5)
                     url = f"{envoy.url}/v1/completions"
                     for size in bodies:
                         body = directory / f"body-{size}"

@@ -33,8 +33,17 @@ async def test_the_fleet_grows_and_shrinks() -> None:
     assert {d["variant"] for d in grown} == {"llama-8b-l40s"}
     assert shrunk
     assert all(abs(d["to"] - d["from"]) == 1 and d["explanation"] for d in found["decisions"])
-    assert found["requests"]["served"] > 100
-    assert found["requests"]["failed"] == 0
+    requests = found["requests"]
+    assert requests["served"] > 100
+    assert (requests["failed"], requests["errors"]) == (0, {})
+    # Through Envoy and the picker, to the pods of both variants.
+    assert sum(requests["by_endpoint"].values()) == requests["served"]
+    assert {name[:13] for name in requests["by_endpoint"]} == {"llama-8b-l40s", "llama-8b-a100"}
+    assert 0 < found["prefix_hit_ratio"] <= 1
+    for way in ("with_picker", "without_picker"):
+        latency = found["latency_ms"][way]
+        assert latency["count"] > 20
+        assert 0 < latency["p50"] <= latency["p95"]
 
 
 async def test_a_demo_that_is_too_short_is_refused() -> None:

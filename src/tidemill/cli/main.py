@@ -91,6 +91,7 @@ def model_server(
     ] = "0s",
 ) -> None:
     """Serve a simulated model: OpenAI's API, vLLM's metrics, no GPU."""
+    import os
     import random
     from dataclasses import replace
 
@@ -113,7 +114,10 @@ def model_server(
         seconds = parse_startup(startup, random.Random())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--startup") from None
-    config = ServerConfig(model=model, parameters=parameters, host=host, port=port, startup_seconds=seconds)
+    config = ServerConfig(
+        model=model, parameters=parameters, host=host, port=port, startup_seconds=seconds,
+        pod_name=os.environ.get("POD_NAME", ""),
+    )  # fmt: skip
     run(serve(config))
 
 

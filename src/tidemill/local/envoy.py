@@ -23,6 +23,7 @@ from tidemill.kube.resources import Json
 from tidemill.local.children import die_with_parent
 
 DESTINATION = "x-gateway-destination-endpoint"
+BYPASS_HEADER = "x-without-picker"  # where a bypass is configured: round robin instead of a pick
 _TYPE = "type.googleapis.com/envoy.extensions"
 
 
@@ -84,8 +85,7 @@ class Envoy:
         host: str = "127.0.0.1",
         concurrency: int = 1,
         log_level: str = "warn",
-        base_id: int = 0,
-        without_picker: Sequence[str] = (),
+        bypass: bool = False,
     ) -> None:
         self.directory = directory
         self.routes = routes
@@ -94,8 +94,7 @@ class Envoy:
         self.admin_port = admin_port
         self._concurrency = concurrency
         self._log_level = log_level
-        self._base_id = base_id
-        self._without_picker = without_picker
+        self._bypass = bypass
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -113,14 +112,21 @@ class Envoy:
 
     def set_endpoints(self, route: str, addresses: Iterable[str]) -> None:
         """What Envoy is to know as endpoints of a pool. Taken over without a restart."""
+        self._write_endpoints(f"pool-{route}", addresses)
+
+    def set_pickers(self, route: str, addresses: Iterable[str]) -> None:
+        """Where the picker of a pool is now."""
+        self._write_endpoints(f"picker-{route}", addresses)
+
+    def _write_endpoints(self, cluster: str, addresses: Iterable[str]) -> None:
         document = {
             "version_info": "1",
             "resources": [
                 {"@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"}
-                | _endpoints(f"pool-{route}", addresses)
+                | _endpoints(cluster, addresses)
             ],
         }
-        path = self._eds(route)
+        path = self._eds(cluster)
         temporary = path.with_suffix(".new")
         temporary.write_text(yaml.safe_dump(document))
         temporary.rename(path)  # Envoy looks for renames, not for writes
@@ -128,8 +134,9 @@ class Envoy:
     async def __aenter__(self) -> Envoy:
         (self.directory / "eds").mkdir(parents=True, exist_ok=True)
         for route in self.routes:
-            if route.following is Following.LIST and not self._eds(route.name).exists():
+            if not self._eds(f"pool-{route.name}").exists():
                 self.set_endpoints(route.name, ())
+            self.set_pickers(route.name, route.pickers)
         path = self.directory / "envoy.yaml"
         path.write_text(yaml.safe_dump(self.config(), sort_keys=False))
         with self.log_file.open("ab") as output:
@@ -175,9 +182,9 @@ class Envoy:
         finally:
             writer.close()
 
-    def _eds(self, route: str) -> Path:
+    def _eds(self, cluster: str) -> Path:
         # Envoy watches the whole directory: its own log must not lie there.
-        return self.directory / "eds" / f"{route}.yaml"
+        return self.directory / "eds" / f"{cluster}.yaml"
 
     # Configuration
 
@@ -185,15 +192,8 @@ class Envoy:
         clusters: list[Json] = []
         for route in self.routes:
             clusters += [self._picker_cluster(route), self._pool_cluster(route)]
-        if self._without_picker:
-            clusters.append(
-                {
-                    "name": "direct",
-                    "type": "STATIC",
-                    "connect_timeout": "2s",
-                    "load_assignment": _endpoints("direct", self._without_picker),
-                }
-            )
+            if self._bypass:
+                clusters.append(self._eds_cluster(f"direct-{route.name}", f"pool-{route.name}"))
         return {
             "admin": {"address": _split(f"{self.host}:{self.admin_port}")},
             "node": {"id": "tidemill", "cluster": "tidemill"},
@@ -231,15 +231,19 @@ class Envoy:
     def _routes(self) -> list[Json]:
         weighted = [route for route in self.routes if route.weight is not None]
         routes: list[Json] = []
-        if self._without_picker:
+        if self._bypass:
             off = {self._filter(route): self._disabled() for route in self.routes}
-            routes.append(
+            routes += [
                 {
-                    "match": {"prefix": "/", "headers": [{"name": "x-without-picker", "present_match": True}]},
-                    "route": {"cluster": "direct", "timeout": "0s"},
+                    "match": {
+                        "prefix": route.prefix,
+                        "headers": [{"name": BYPASS_HEADER, "present_match": True}],
+                    },
+                    "route": {"cluster": f"direct-{route.name}", **self._action([route])},
                     "typed_per_filter_config": off,
                 }
-            )
+                for route in self.routes
+            ]
         if weighted:
             clusters = [
                 {"name": f"pool-{r.name}", "weight": r.weight, "typed_per_filter_config": self._only(r)}
@@ -271,7 +275,8 @@ class Envoy:
             return {"timeout": "0s"}
         return {
             "timeout": "0s",
-            "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 3},
+            # A server that dies before it has answered anything has done nothing that must not be done again.
+            "retry_policy": {"retry_on": "connect-failure,refused-stream,reset", "num_retries": 3},
         }
 
     def _only(self, route: PoolRoute) -> Json:
@@ -329,17 +334,12 @@ class Envoy:
         }
 
     def _picker_cluster(self, route: PoolRoute) -> Json:
-        cluster: Json = {
-            "name": f"picker-{route.name}",
-            "type": "STATIC",
-            "connect_timeout": "2s",
-            "load_assignment": _endpoints(f"picker-{route.name}", route.pickers),
-            "typed_extension_protocol_options": {
-                "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-                    "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
-                    "explicit_http_config": {"http2_protocol_options": {}},
-                }
-            },
+        cluster = self._eds_cluster(f"picker-{route.name}", f"picker-{route.name}")
+        cluster["typed_extension_protocol_options"] = {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
+                "explicit_http_config": {"http2_protocol_options": {}},
+            }
         }
         if route.tls:
             cluster["transport_socket"] = {
@@ -382,29 +382,32 @@ class Envoy:
                 ]
             },
         }
+        cluster = self._eds_cluster(name, name)
+        cluster["load_balancing_policy"] = {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.override_host",
+                        "typed_config": policy,
+                    }
+                }
+            ]
+        }
+        return cluster
+
+    def _eds_cluster(self, name: str, service: str) -> Json:
+        """A cluster whose endpoints come from a file; round robin over them."""
+        path = self._eds(service)
         return {
             "name": name,
             "type": "EDS",
             "connect_timeout": "2s",
             "eds_cluster_config": {
-                "service_name": name,
+                "service_name": service,
                 "eds_config": {
-                    "path_config_source": {
-                        "path": str(self._eds(route.name)),
-                        "watched_directory": {"path": str(self._eds(route.name).parent)},
-                    },
+                    "path_config_source": {"path": str(path), "watched_directory": {"path": str(path.parent)}},
                     "resource_api_version": "V3",
                 },
-            },
-            "load_balancing_policy": {
-                "policies": [
-                    {
-                        "typed_extension_config": {
-                            "name": "envoy.load_balancing_policies.override_host",
-                            "typed_config": policy,
-                        }
-                    }
-                ]
             },
             "circuit_breakers": _no_breakers(),
             "typed_extension_protocol_options": _http1_with_trailers(),

@@ -57,6 +57,7 @@ class ServerConfig:
     port: int = 8000
     startup_seconds: float = 0.0
     drain_seconds: float = 30.0
+    pod_name: str = ""  # told in a header of each answer
 
 
 @dataclass(slots=True)
@@ -87,7 +88,12 @@ class ModelServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.cleanup_ctx.append(self._lifespan)
+        app.on_response_prepare.append(self._say_who)
         return app
+
+    async def _say_who(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self.config.pod_name:
+            response.headers["x-inference-pod"] = self.config.pod_name
 
     async def _lifespan(self, app: web.Application) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._run_engine())]

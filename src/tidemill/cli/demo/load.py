@@ -1,4 +1,4 @@
-"""The demo's clients: requests at a rate that rises and falls, each to the replica with the fewest of them."""
+"""The demo's clients: requests through the gateway at a rate that rises and falls, conversations among them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 
+from tidemill.local.envoy import BYPASS_HEADER
+
 PROMPT_CHARACTERS = 2000  # 500 tokens
+SHARED_CHARACTERS = 1024  # of them, which all requests of a conversation have in common
+CONVERSATIONS = 12
 OUTPUT_TOKENS = 150
 PEAK_RATE = 12.0  # requests per second
 BASE_RATE = 0.5
+BYPASS_EVERY = 4  # one request in so many goes without the picker, for comparison
 _RATES = (  # progress, requests per second
     (0.0, BASE_RATE),
     (0.08, BASE_RATE),
@@ -35,32 +40,43 @@ def rate_at(progress: float) -> float:
 
 @dataclass(slots=True)
 class LoadSummary:
+    """What became of the requests. Latencies in seconds, of those served."""
+
     served: int = 0
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    by_endpoint: Counter[str] = field(default_factory=Counter)
+    picked: list[float] = field(default_factory=list)
+    unpicked: list[float] = field(default_factory=list)
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of all do not exceed; None without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 class Load:
-    """Sends chat requests to whatever addresses `endpoints` gives at the time."""
+    """Sends chat requests to the gateway at `url`."""
 
-    def __init__(self, model: str, endpoints: Callable[[], list[str]], rng: random.Random) -> None:
+    def __init__(self, model: str, url: str, rng: random.Random) -> None:
         self._model = model
-        self._endpoints = endpoints
+        self._url = f"{url}/v1/chat/completions"
         self._rng = rng
-        self._in_flight: Counter[str] = Counter()
+        self._beginnings = [self._text(SHARED_CHARACTERS) for _ in range(CONVERSATIONS)]
+        self._sent = 0
+        self.in_flight = 0
         self.summary = LoadSummary()
         self.rate = 0.0
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight.total()
 
     async def run(self, duration: float) -> None:
         """Send for `duration` seconds, then wait for the last answers."""
         clock = asyncio.get_running_loop().time
         start = clock()
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0)
+            ) as session,
             asyncio.TaskGroup() as group,
         ):
             due = start
@@ -72,31 +88,34 @@ class Load:
             self.rate = 0.0
 
     async def _send(self, session: aiohttp.ClientSession) -> None:
-        prompt = "".join(self._rng.choices("abcdefghij klmnopqrst", k=PROMPT_CHARACTERS))
+        prompt = self._rng.choice(self._beginnings) + self._text(PROMPT_CHARACTERS - SHARED_CHARACTERS)
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": OUTPUT_TOKENS,
         }
-        error = "no replica is ready"
-        # One more try elsewhere when a replica goes away, as a gateway would do.
-        for _ in range(2):
-            known = self._endpoints()
-            if not known:
-                break
-            fewest = min(self._in_flight[address] for address in known)
-            address = self._rng.choice([a for a in known if self._in_flight[a] == fewest])
-            self._in_flight[address] += 1
-            try:
-                async with session.post(f"http://{address}/v1/chat/completions", json=body) as response:
-                    await response.read()
-                    if response.status == 200:
-                        self.summary.served += 1
-                        return
-                    error = f"status {response.status}"
-            except (aiohttp.ClientError, TimeoutError, OSError) as failure:
-                error = type(failure).__name__
-            finally:
-                self._in_flight[address] -= 1
-        self.summary.failed += 1
-        self.summary.reasons[error] += 1
+        self._sent += 1
+        bypass = self._sent % BYPASS_EVERY == 0
+        summary = self.summary
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        self.in_flight += 1
+        try:
+            headers = {BYPASS_HEADER: "1"} if bypass else {}
+            async with session.post(self._url, json=body, headers=headers) as response:
+                await response.read()
+                if response.status == 200:
+                    summary.served += 1
+                    summary.by_endpoint[response.headers.get("x-inference-pod", "unknown")] += 1
+                    (summary.unpicked if bypass else summary.picked).append(clock() - begun)
+                    return
+                error = f"status {response.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            error = type(failure).__name__
+        finally:
+            self.in_flight -= 1
+        summary.failed += 1
+        summary.reasons[error] += 1
+
+    def _text(self, characters: int) -> str:
+        return "".join(self._rng.choices("abcdefghij klmnopqrst", k=characters))

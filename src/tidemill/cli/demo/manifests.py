@@ -14,6 +14,7 @@ from tidemill.kube.resources import (
     Json,
     Resource,
 )
+from tidemill.picker.pools.cluster import INFERENCE_POOLS
 
 Manifest: TypeAlias = tuple[Resource, str | None, Json]
 
@@ -24,6 +25,24 @@ VARIANTS = {
     "llama-8b-l40s": ("llama-3.1-8b/l40s", "L40S", "10.0"),
     "llama-8b-a100": ("llama-3.1-8b/a100", "A100", "40.0"),
 }
+POOL = "llama-8b"
+MODEL_LABEL = {"llm-d.ai/model": POOL}
+PICKER = "llama-8b-epp"
+PICKER_PORT = 9002
+PICKER_CONFIG = """
+plugins:
+- type: queue-scorer
+- type: kv-cache-utilization-scorer
+- type: prefix-cache-scorer
+- {type: max-score-picker, parameters: {maxNumOfEndpoints: 2}}
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: queue-scorer, weight: 2}
+  - {pluginRef: kv-cache-utilization-scorer, weight: 2}
+  - {pluginRef: prefix-cache-scorer, weight: 3}
+  - {pluginRef: max-score-picker}
+"""
 SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 
 
@@ -79,11 +98,11 @@ def variants() -> list[Manifest]:
                 "--model", MODEL, "--preset", preset, "--kv-blocks", str(KV_BLOCKS), "--host", "$(POD_IP)",
                 "--port", "8000", "--startup", "2s",
             ],
-            "env": [_field("POD_IP", "status.podIP")],
+            "env": [_field("POD_IP", "status.podIP"), _field("POD_NAME", "metadata.name")],
             "ports": [{"name": "http", "containerPort": 8000}],
             "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
         }  # fmt: skip
-        labels = {"app": name, "llm-d.ai/model": "llama-8b"}
+        labels = {"app": name, **MODEL_LABEL}
         pod = {"nodeSelector": {"nvidia.com/gpu.product": accelerator}}
         deployment = _deployment(name, labels, replicas=1, pod=pod, container=container)
         variant: Json = {
@@ -98,6 +117,37 @@ def variants() -> list[Manifest]:
         }
         found += [(DEPLOYMENTS, NAMESPACE, deployment), (VARIANT_AUTOSCALINGS, NAMESPACE, variant)]
     return found
+
+
+def picker() -> list[Manifest]:
+    """The pool of all variants, and its endpoint picker as it runs in a cluster."""
+    pool: Json = {
+        **_object(INFERENCE_POOLS[0].api_version, INFERENCE_POOLS[0].kind, POOL),
+        "spec": {
+            "selector": {"matchLabels": MODEL_LABEL},
+            "targetPorts": [{"number": 8000}],
+            "endpointPickerRef": {"name": PICKER, "port": {"number": PICKER_PORT}},
+        },
+    }
+    container: Json = {
+        "name": "epp",
+        "image": "tidemill",
+        "command": ["tidemill", "picker"],
+        "args": [
+            "--pool-name", POOL, "--pool-namespace", NAMESPACE, "--bind-address", "$(POD_IP)",
+            "--grpc-port", str(PICKER_PORT), "--secure-serving=false", "--drain-timeout", "3s",
+            "--config-text", PICKER_CONFIG,
+        ],
+        "env": [_field("POD_IP", "status.podIP")],
+        "ports": [{"name": "grpc", "containerPort": PICKER_PORT}, {"name": "metrics", "containerPort": 9090}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "metrics"}, "periodSeconds": 1},
+    }  # fmt: skip
+    pod = {"serviceAccountName": PICKER, "terminationGracePeriodSeconds": 10}
+    return [
+        (SERVICE_ACCOUNTS, NAMESPACE, _object("v1", "ServiceAccount", PICKER)),
+        (INFERENCE_POOLS[0], NAMESPACE, pool),
+        (DEPLOYMENTS, NAMESPACE, _deployment(PICKER, {"app": PICKER}, replicas=1, pod=pod, container=container)),
+    ]
 
 
 def _object(api_version: str, kind: str, name: str) -> Json:

@@ -17,12 +17,14 @@ from rich.live import Live
 from rich.table import Table
 
 from tidemill.api.crd import variant_autoscaling_crd
+from tidemill.api.inference_crd import inference_crds
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.views import DeploymentView, PodView, deployment_view, pod_view
 from tidemill.cli.autoscaler import configure_logging, seconds
 from tidemill.cli.cluster import interrupted
 from tidemill.cli.demo import manifests
-from tidemill.cli.demo.load import Load
+from tidemill.cli.demo.gateway import PrefixCounter, gateway, serves
+from tidemill.cli.demo.load import Load, LoadSummary, quantile
 from tidemill.cli.explain import history
 from tidemill.kube.client import KubeClient
 from tidemill.kube.errors import ApiError
@@ -44,9 +46,8 @@ class Record:
 
     timeline: list[dict[str, Any]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    served: int = 0
-    failed: int = 0
-    failures: dict[str, int] = field(default_factory=dict)  # by reason
+    load: LoadSummary = field(default_factory=LoadSummary)
+    prefix_hit_ratio: float | None = None  # of prompt tokens, as the engines count
 
     @property
     def ok(self) -> bool:
@@ -66,8 +67,26 @@ class Record:
             "ok": self.ok,
             "timeline": self.timeline,
             "decisions": self.decisions,
-            "requests": {"served": self.served, "failed": self.failed},
+            "requests": {
+                "served": self.load.served,
+                "failed": self.load.failed,
+                "errors": dict(self.load.reasons),
+                "by_endpoint": dict(self.load.by_endpoint),
+            },
+            "prefix_hit_ratio": self.prefix_hit_ratio,
+            "latency_ms": {
+                "with_picker": _latency(self.load.picked),
+                "without_picker": _latency(self.load.unpicked),
+            },
         }
+
+
+def _latency(seconds: list[float]) -> dict[str, float | int | None]:
+    def milliseconds(share: float) -> float | None:
+        found = quantile(seconds, share)
+        return None if found is None else round(found * 1000, 1)
+
+    return {"count": len(seconds), "p50": milliseconds(0.5), "p95": milliseconds(0.95)}
 
 
 Numbers: TypeAlias = dict[str, str]
@@ -107,36 +126,52 @@ async def demo(*, duration: str, output: str, keep: bool) -> None:
 async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
     client = cluster.client
     screen.say(f"cluster up: export KUBECONFIG={cluster.kubeconfig}")
-    await client.create(CRDS, variant_autoscaling_crd())
+    for crd in (variant_autoscaling_crd(), *inference_crds()):
+        await client.create(CRDS, crd)
     await _create(client, manifests.variants())
+    await _create(client, manifests.picker())
     await _create(client, manifests.controller())
     pods: Informer[PodView] = Informer(client, PODS, decode=pod_view)
     deployments: Informer[DeploymentView] = Informer(client, DEPLOYMENTS, decode=deployment_view)
     tasks = [asyncio.create_task(pods.run()), asyncio.create_task(deployments.run())]
     try:
-        screen.say("waiting for the controller and one replica of each variant")
+        screen.say("waiting for the controller, the picker and one replica of each variant")
         await _until_ready(deployments)
-        record = Record()
-        names = list(manifests.VARIANTS)
+        async with gateway(cluster.directory / "gateway", pods) as envoy:
+            screen.say(f"gateway up: {envoy.url}/v1/chat/completions")
+            return await _send_load(client, length, screen, pods, deployments, envoy.url)
+    finally:
+        if isinstance(screen, _Terminal):
+            screen.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-        def endpoints() -> list[str]:
-            return [
-                pod.address
-                for pod in pods.store
-                if pod.key.namespace == manifests.NAMESPACE and pod.ready and not pod.terminating
-            ]
 
-        load = Load(manifests.MODEL, endpoints, random.Random(7))
-        clock = asyncio.get_running_loop().time
-        start = clock()
+async def _send_load(
+    client: KubeClient,
+    length: float,
+    screen: Screen,
+    pods: Informer[PodView],
+    deployments: Informer[DeploymentView],
+    url: str,
+) -> Record:
+    """The load, and what is seen while it lasts and the fleet settles."""
+    names = list(manifests.VARIANTS)
+    load = Load(manifests.MODEL, url, random.Random(7))
+    record = Record(load=load.summary)
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    seen: set[tuple[str, str]] = set()
+    async with PrefixCounter() as prefixes:
         sending = asyncio.create_task(load.run(length))
-        seen: set[tuple[str, str]] = set()
         while not (sending.done() and (_settled(deployments, names) or clock() - start > length + SETTLE)):
             tick = clock()
             elapsed = round(tick - start, 1)
             rows = [_row(deployments, name, elapsed) for name in names]
             record.timeline += rows
             fresh, numbers = await _ask_controller(client, names, seen)
+            await prefixes.look(pod for pod in pods.store if serves(pod))
             screen.state(elapsed, load, rows, numbers)
             for entry in fresh:
                 entry = {"time": elapsed, **entry}
@@ -147,15 +182,8 @@ async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
             await asyncio.wait({sending}, timeout=max(0.05, 1.0 - (clock() - tick)))
         await sending
         record.timeline += [_row(deployments, name, round(clock() - start, 1)) for name in names]
-        record.served, record.failed = load.summary.served, load.summary.failed
-        record.failures = dict(load.summary.reasons)
-        return record
-    finally:
-        if isinstance(screen, _Terminal):
-            screen.stop()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        record.prefix_hit_ratio = prefixes.ratio
+    return record
 
 
 async def _create(client: KubeClient, objects: Iterable[manifests.Manifest]) -> None:
@@ -169,7 +197,7 @@ async def _until_ready(deployments: Informer[DeploymentView]) -> None:
     deployments.add_handler(lambda event: changed.set())
     try:
         async with asyncio.timeout(START_TIMEOUT):
-            while len(deployments.store) < 3 or any(not d.ready for d in deployments.store):
+            while len(deployments.store) < 4 or any(not d.ready for d in deployments.store):
                 changed.clear()
                 await changed.wait()
     except TimeoutError:
@@ -219,10 +247,19 @@ async def _ask_controller(
 
 def _sum_up(record: Record, screen: Screen) -> None:
     totals = record.totals()
-    for reason, count in sorted(record.failures.items()):
+    load = record.load
+    screen.say("requests by endpoint:")
+    for endpoint, count in load.by_endpoint.most_common():
+        screen.say(f"  {count:5d}  {endpoint}")
+    for reason, count in sorted(load.reasons.items()):
         screen.say(f"failed: {count} ({reason})")
+    if record.prefix_hit_ratio is not None:
+        screen.say(f"prompt tokens found in a prefix cache: {record.prefix_hit_ratio:.0%}")
+    for what, latencies in (("with the picker", load.picked), ("without (round robin)", load.unpicked)):
+        found = _latency(latencies)
+        screen.say(f"latency {what}: p50 {found['p50']} ms, p95 {found['p95']} ms of {found['count']}")
     screen.say(
-        f"requests: {record.served} served, {record.failed} failed; replicas: from {totals[0]} to "
+        f"requests: {load.served} served, {load.failed} failed; replicas: from {totals[0]} to "
         f"{max(totals)} and back to {totals[-1]}; {len(record.decisions)} steps"
     )
     screen.say("the fleet grew and shrank" if record.ok else "the fleet did not both grow and shrink")
