@@ -92,7 +92,8 @@ class Rig:
         self.wakes: list[float] = []
         self.director = PickerDirector(
             self.pools, self.config, detector=self.detector, instruments=self.instruments,
-            options=self.options, now=lambda: self.now, rng=self.rng, wake=lambda pool, when: self.wakes.append(when),
+            options=self.options, now=lambda: self.now, rng=self.rng,
+            wake=lambda pool, when: self.wakes.append(when),
         )  # fmt: skip
         self.pool = self.add_pool("ns", "p")
 
@@ -331,7 +332,7 @@ def post(path: str, body: Any, **more: Any) -> list[Any]:
     return [request_headers(path, **more), request_body(data, eos=True)]
 
 
-def chat(text: str = "hi", model: str = "m1", **more: Any) -> dict[str, Any]:
+def chat(text: Any = "hi", model: str = "m1", **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
 
 

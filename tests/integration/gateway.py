@@ -105,8 +105,10 @@ class Echo:
         headers = [("content-type", "application/json")]
         headers += [("transfer-encoding", "chunked")] if trailers else [("content-length", str(len(body)))]
         for event in (
-            h11.Response(status_code=200, headers=headers), h11.Data(data=body), h11.EndOfMessage(headers=trailers),
-        ):  # fmt: skip
+            h11.Response(status_code=200, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(headers=trailers),
+        ):
             writer.write(connection.send(event) or b"")
         await writer.drain()
         return connection.our_state is h11.DONE

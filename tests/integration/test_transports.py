@@ -1,4 +1,5 @@
-"""Both transports carry the same exchange; the lean one understands other implementations and outlives bad peers."""
+"""Both transports carry the same exchange; the lean one understands other implementations and outlives bad
+peers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import pytest
 from tests.conftest import eventually, program
 from tests.integration.wire import TRANSPORTS, WireTalk, channel, listening
 from tests.picker_rig import (
-    A,
     BUFFERED,
     STREAMED,
+    A,
     Rig,
     chat,
     destination_of,

@@ -26,15 +26,15 @@ class HealthServer:
         self._ready = ready
         self._servicer: Any = aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self.port = 0
 
-    async def listen(self, host: str | None, port: int, *, reuse_port: bool = False) -> int:
+    async def listen(self, host: str | None, port: int, *, reuse_port: bool = False) -> None:
         await self._servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.look()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port))])
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
-        bound = self._server.add_insecure_port(f"{host or '[::]'}:{port}")
+        self.port = self._server.add_insecure_port(f"{host or '[::]'}:{port}")
         await self._server.start()
-        return bound
 
     async def look(self) -> None:
         """Take over what readiness is now."""

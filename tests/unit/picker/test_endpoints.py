@@ -88,7 +88,9 @@ class TestP24:
             {
                 "metadata": {
                     "namespace": "ns", "name": "a", "uid": "u", "labels": {"app": "m"},
-                    "annotations": {"llm-d.ai/active-ports": "8001", "inference.networking.k8s.io/active-ports": "8000"},
+                    "annotations": {
+                        "llm-d.ai/active-ports": "8001", "inference.networking.k8s.io/active-ports": "8000",
+                    },
                 },
                 "status": {"podIP": "10.0.0.11", "conditions": [{"type": "Ready", "status": "True"}]},
             }

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.picker_rig import (
-    A,
-    B,
     BUFFERED,
     DESTINATION,
     STREAMED,
+    A,
+    B,
     Rig,
     Talk,
     add_subset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass, field
 
@@ -229,7 +230,7 @@ class TestWithAnotherImplementation:
 
     def test_going_away_lets_streams_end(self) -> None:
         pair = Pair()
-        stream_id, call = pair.open()
+        _stream_id, call = pair.open()
         pair.server.connection.go_away()
         pair.exchange()
         (event,) = pair.of(h2.events.ConnectionTerminated)
@@ -240,7 +241,7 @@ class TestWithAnotherImplementation:
 
     def test_an_answer_before_the_request_is_over(self) -> None:
         pair = Pair()
-        stream_id, call = pair.open()
+        _stream_id, call = pair.open()
         call.stream.send_headers(OK)
         call.stream.send_trailers(literal("grpc-status", "0"))
         pair.exchange()
@@ -460,7 +461,7 @@ def test_however_the_bytes_are_cut(cuts: list[int]) -> None:
     cut = Server()
     data = session()
     places = [0, *sorted(min(c, len(data)) for c in cuts), len(data)]
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         cut.connection.receive(data[start:end])
     assert outcome(cut) == outcome(whole)
     assert outcome(whole) == [

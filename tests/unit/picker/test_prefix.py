@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.picker_rig import A, B, SMALL_BLOCKS, Rig, endpoint, headers_of, post, response_body, response_headers
+from tests.picker_rig import SMALL_BLOCKS, A, B, Rig, endpoint, headers_of, post, response_body, response_headers
 
 from tidemill.picker.scheduling.prefix import DEFAULT_CAPACITY, PrefixIndex, Prompt
 

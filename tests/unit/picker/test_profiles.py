@@ -97,7 +97,7 @@ def test_two_prefix_indexes_of_different_shape_are_refused() -> None:
     - {type: prefix-cache-scorer, parameters: {blockSizeTokens: 64}}
     - {type: approx-prefix-cache-producer, parameters: {blockSizeTokens: 16}}
     """
-    with pytest.raises(InvalidObjectError, match="blockSizeTokens.*one prefix index"):
+    with pytest.raises(InvalidObjectError, match=r"blockSizeTokens.*one prefix index"):
         Rig(config=config(text))
 
 

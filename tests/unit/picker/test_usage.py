@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class TestP15:
         talk.send(response_headers(content_type="text/event-stream"))
         out = b""
         places = [0, *cuts, len(P15)]
-        for start, end in zip(places, places[1:], strict=False):
+        for start, end in itertools.pairwise(places):
             (answer,) = talk.send(response_body(P15[start:end], eos=end == len(P15)))
             out += answer.response_body.response.body_mutation.streamed_response.body
         assert out == P15
@@ -67,7 +68,7 @@ class TestP15:
     @given(st.lists(st.integers(0, 275), max_size=12))
     def test_every_cut(self, cuts: list[int]) -> None:
         places = [0, *sorted(cuts), len(P15)]
-        reader = read([P15[a:b] for a, b in zip(places, places[1:], strict=False)])
+        reader = read([P15[a:b] for a, b in itertools.pairwise(places)])
         assert reader.finish() == Usage(11, 252)
 
     def test_the_first_token_is_the_first_data(self) -> None:

@@ -129,6 +129,8 @@ class _Answer:
     status: int = 0
     chunks: list[bytes] = field(default_factory=list)
     size: int = 0
+    sized: bool = False  # its headers say how long it is
+    begun: bool = False  # its headers are complete
     complete: bool = False
 
 
@@ -213,9 +215,10 @@ class _Target(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._asked and not self._stopped:
-            # The end of the connection can be the end of the answer, where no length was given.
-            if self._answer.status and not self._answer.complete and self._parser is not None and exc is None:
+            # Where no length was given, the end of the connection is the end of the answer.
+            if self._answer.begun and not self._answer.sized and exc is None:
                 self.on_message_complete()
+                self._done()
             else:
                 self._fail("connection closed before the answer" + (f": {exc}" if exc else ""))
 
@@ -245,6 +248,13 @@ class _Target(asyncio.Protocol):
         if self._answer.complete:
             self._done()
             self._scraper.budget.spent(time.perf_counter() - begun + 0.00003)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._answer.sized = True
+
+    def on_headers_complete(self) -> None:
+        self._answer.begun = True
 
     def on_body(self, body: bytes) -> None:
         answer = self._answer
