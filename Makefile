@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test soak lint bench clean
 
 help:  ## Print what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,9 @@ demo: setup  ## A cluster, two variants, a load that comes and goes
 
 test: setup  ## All tests
 	$(BIN)/python -m pytest
+
+soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
+	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py
 
 lint: setup  ## Style, types, import rules
 	$(BIN)/ruff check .
