@@ -18,7 +18,7 @@ from tidemill.picker.transport.http2 import PREFACE, Frame, Setting, literal
 from tidemill.picker.transport.lean import METHOD
 
 _HEADER = struct.Struct(">BHBBI")
-_BLOCK = (
+HEADER_BLOCK = (
     b"\x20\x83\x86"  # no table; :method POST, :scheme http by the static table
     + literal(":path", METHOD)
     + literal(":authority", "picker")
@@ -27,16 +27,16 @@ _BLOCK = (
 )
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     size = len(payload)
     return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
-def _data(stream: int, messages: list[bytes], *, end: bool) -> bytes:
+def data_frames(stream: int, messages: list[bytes], *, end: bool) -> bytes:
     payload = b"".join(b"\x00" + struct.pack(">I", len(m)) + m for m in messages)
     parts = [payload[i : i + 16_384] for i in range(0, len(payload), 16_384)]
     return b"".join(
-        _frame(Frame.DATA, int(end and i == len(parts) - 1), stream, part) for i, part in enumerate(parts)
+        frame(Frame.DATA, int(end and i == len(parts) - 1), stream, part) for i, part in enumerate(parts)
     )
 
 
@@ -54,14 +54,16 @@ class Client(asyncio.Protocol):
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
         window = struct.pack(">HI", Setting.INITIAL_WINDOW_SIZE, 2**24)
         self.transport.write(
-            PREFACE + _frame(Frame.SETTINGS, 0, 0, window)
-            + _frame(Frame.WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30))
+            PREFACE + frame(Frame.SETTINGS, 0, 0, window)
+            + frame(Frame.WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30))
         )  # fmt: skip
 
     def open(self) -> None:
         stream, self.next = self.next, self.next + 2
         self.started[stream] = time.perf_counter()
-        self.transport.write(_frame(Frame.HEADERS, 4, stream, _BLOCK) + _data(stream, self.request, end=False))
+        self.transport.write(
+            frame(Frame.HEADERS, 4, stream, HEADER_BLOCK) + data_frames(stream, self.request, end=False)
+        )
 
     def data_received(self, data: bytes) -> None:
         data = self.buffer + data
@@ -76,11 +78,11 @@ class Client(asyncio.Protocol):
                 started = self.started.pop(stream, None)
                 if started is not None:
                     self.latencies.append(time.perf_counter() - started)
-                    self.transport.write(_data(stream, self.response, end=True))
+                    self.transport.write(data_frames(stream, self.response, end=True))
             elif kind == Frame.HEADERS and flags & 1:
                 self.done += 1
             elif kind == Frame.SETTINGS and not flags & 1:
-                self.transport.write(_frame(Frame.SETTINGS, 1, 0, b""))
+                self.transport.write(frame(Frame.SETTINGS, 1, 0, b""))
             elif kind == Frame.GOAWAY:
                 raise SystemExit(f"the picker ended the connection: {data!r}")
         self.buffer = data[position:]

@@ -136,9 +136,8 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
             clients.stop.set()
             await sending
         watching.cancel()
-    print(
-        f"{clients.served.total()} served by {len(clients.served)} pods; {dict(trouble.done)}; lost: {clients.lost}"
-    )
+    served = clients.served
+    print(f"{served.total()} served by {len(served)} pods; {dict(trouble.done)}; lost: {clients.lost}")
     assert not clients.lost
     assert clients.served.total() > SECONDS * RATE / 2
     assert len(clients.served) > 4

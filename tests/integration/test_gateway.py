@@ -364,3 +364,63 @@ class TestStreams:
         await eventually(lambda: gate.in_flight() == (0, 0))
         await eventually(lambda: gate.picker.streams == 0)
         assert (await gate.post(json=chat()))[0] == 200
+
+
+class TestWaiting:
+    """Flow control behind a gateway that has a patience of its own."""
+
+    @pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
+    async def test_ps9_nobody_waits_for_a_stream_that_is_gone(
+        self, mode: str, echoes: list[Echo], tmp_path: Path
+    ) -> None:
+        flow = config("featureGates: [flowControl]")
+        async with static_picker(tmp_path, {"p": [echoes[0].address]}, config=flow) as picker:
+            route = PoolRoute(
+                name="p", pickers=[f"127.0.0.1:{picker.grpc_port}"], request_body=mode, message_timeout="0.5s"
+            )
+            async with gateway(tmp_path, picker, [route]) as gate:
+                hold(gate)
+                room = picker.director.flow(gate.pool())
+                assert room is not None
+                asking = asyncio.create_task(gate.post(json=chat()))
+                await eventually(lambda: room.requests == 1)
+                if mode == "BUFFERED":
+                    # Envoy's time for an answer is over before the room has a place: the entry goes with the stream.
+                    status, _ = await asking
+                    assert status in (500, 504)
+                else:
+                    # In full duplex mode Envoy has no such time: only the client can end it.
+                    asking.cancel()
+                await eventually(lambda: room.requests == 0)
+                await eventually(lambda: picker.streams == 0)
+
+    async def test_a_request_waits_for_the_first_endpoint(self, echoes: list[Echo], tmp_path: Path) -> None:
+        flow = config("featureGates: [flowControl]")
+        async with static_picker(tmp_path, {"p": []}, config=flow) as picker, gateway(tmp_path, picker) as gate:
+            asking = asyncio.create_task(gate.post(json=chat()))
+            room = picker.director.flow(gate.pool())
+            assert room is not None
+            await eventually(lambda: room.requests == 1)
+            write_endpoints(tmp_path / "endpoints.yaml", {"p": [echoes[0].address]})
+            status, told = await asking
+            assert (status, told["served"]) == (200, echoes[0].address)
+
+    async def test_shutting_down_tells_who_waits(self, tmp_path: Path) -> None:
+        flow = config("featureGates: [flowControl]")
+        async with static_picker(tmp_path, {"p": []}, config=flow) as picker, gateway(tmp_path, picker) as gate:
+            asking = asyncio.create_task(gate.post(json=chat()))
+            room = picker.director.flow(gate.pool())
+            assert room is not None
+            await eventually(lambda: room.requests == 1)
+            await picker.drain()
+            status, told = await asking
+            assert status == 503
+            assert "shutting down" in told["error"]["message"]
+
+
+def hold(gate: Gateway) -> None:
+    """Have every endpoint look full from now on."""
+    load = gate.pool().load
+    load.record = lambda *a, **k: None  # type: ignore[method-assign]
+    load.waiting[:] = 100.0
+    load.updated[:] = 1e18

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tidemill.picker.scheduling.cycle import HeaderLookup
 from tidemill.picker.scheduling.prefix import NO_PROMPT, Prompt
 
 _DECODED_LIMIT = 4 * 2**20  # bytes that are decompressed for affinity
@@ -60,7 +61,7 @@ def api_of(path: str) -> Api | None:
     return next((api for api in Api if plain.endswith(api)), None)
 
 
-def parse_body(body: bytes, api: Api | None, headers: Mapping[str, str]) -> ParsedBody:
+def parse_body(body: bytes, api: Api | None, headers: HeaderLookup) -> ParsedBody:
     """Read a complete body. One that is compressed in a way not known here, or is no JSON by its type, is
     passed unread. Raises BodyError."""
     if api is None or not body or headers.get("content-type", "").startswith("multipart/"):

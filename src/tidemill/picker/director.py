@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from tidemill.picker.load import Seat, Ticket
 from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.pools.pool import Pool, Pools
 from tidemill.picker.saturation import SaturationDetector
-from tidemill.picker.scheduling.cycle import Cycle, SchedulingRequest
+from tidemill.picker.scheduling.cycle import Cycle, HeaderLookup, SchedulingRequest
 from tidemill.picker.scheduling.plugin import Outcome
 from tidemill.picker.scheduling.prefix import Blocks
 from tidemill.picker.scheduling.scorers import SESSION_HEADER, SessionAffinityScorer, session_token
@@ -432,6 +432,6 @@ def models_answer(pools: Iterable[Pool]) -> bytes:
     return orjson.dumps({"object": "list", "data": data})
 
 
-def _first(headers: Mapping[str, str], names: tuple[str, str]) -> str:
+def _first(headers: HeaderLookup, names: tuple[str, str]) -> str:
     """Today's name of a header before its older one."""
-    return headers.get(names[0]) or headers.get(names[1]) or ""
+    return headers.get(names[0]) or headers.get(names[1])

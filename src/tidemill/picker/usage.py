@@ -5,8 +5,7 @@ Nothing here can hold up or change the answer, and nothing a server sends can ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -15,8 +14,7 @@ _JSON_LIMIT = 8 * 2**20
 _LARGEST = 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of one answer; None is what it did not say."""
 
     input: int | None = None
@@ -33,13 +31,14 @@ class UsageReader:
     def __init__(self, *, content_type: str, content_encoding: str, streaming: bool) -> None:
         self._events = "text/event-stream" in content_type or (streaming and "json" not in content_type)
         self._readable = content_encoding in ("", "identity")
-        self._rest = b""
-        self._skipping = False  # inside a line that is too long
         self._chunks: list[bytes] = []
-        self._size = 0
-        self._begun = False
-        self._usage = NO_USAGE
-        self.malformed = ""
+
+    _rest = b""
+    _skipping = False  # inside a line that is too long
+    _size = 0
+    _begun = False
+    _usage = NO_USAGE
+    malformed = ""
 
     @property
     def begun(self) -> bool:

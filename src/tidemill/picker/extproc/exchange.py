@@ -8,8 +8,9 @@ body; in the other modes bodies pass by, and the pick is made on the headers alo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
@@ -19,12 +20,29 @@ from tidemill.picker.extproc.protos import Message, Mode, ProcessingRequest
 from tidemill.picker.usage import NO_USAGE, Usage, UsageReader
 
 
+class Headers:
+    """Header fields by lower-case name, decoded when they are asked for: most never are."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: Mapping[str, bytes]) -> None:
+        self._raw = raw
+
+    def get(self, name: str, default: str = "") -> str:
+        value = self._raw.get(name)
+        return default if value is None else value.decode("utf-8", "replace")
+
+
+NO_HEADERS = Headers({})
+_FORBIDDEN = frozenset(messages.CLIENT_MAY_NOT_SEND)
+
+
 class GatewayRequest(NamedTuple):
     """A complete request as the gateway gave it. Header names are lower case. `subset` are the addresses that the
     gateway allows, as they were written, None for all. `pool` is what the gateway said of the pool, if anything;
     `port` where it asked."""
 
-    headers: Mapping[str, str]
+    headers: Headers
     body: bytes = b""
     subset: tuple[str, ...] | None = None
     pool: str = ""
@@ -32,7 +50,7 @@ class GatewayRequest(NamedTuple):
 
     @property
     def path(self) -> str:
-        return self.headers.get(":path", "")
+        return self.headers.get(":path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +124,15 @@ class State(Enum):
     DONE = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class StreamInfo:
+# The same by themselves: members of enumerations are slow to look up, and these are compared at every message.
+_HEADERS, _BODY, _DECIDING, _PICKED, _RESPONSE, _DONE = State
+_DUPLEX = int(Mode.FULL_DUPLEX_STREAMED)
+
+
+class StreamInfo(NamedTuple):
     """What the transport knows of a stream: gRPC metadata by name, the port it came to."""
 
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = MappingProxyType({})
     port: int = 0
 
 
@@ -130,23 +152,25 @@ class Exchange:
         self._info = info
         self._send = send
         self._finish = finish
-        self.state = State.HEADERS
-        self._request_mode = Mode.FULL_DUPLEX_STREAMED
-        self._response_mode = Mode.FULL_DUPLEX_STREAMED
-        self._headers: dict[str, str] = {}
-        self._remove: tuple[str, ...] = ()
         self._chunks: list[bytes] = []
-        self._size = 0
-        self._has_body = False
-        self._trailers = False  # the request ended by trailers
-        self._subset: tuple[str, ...] | None = None
-        self._pool = ""
-        self._cancel: Callable[[], None] | None = None
-        self._body = b""
-        self._streaming = False
-        self._flight: Flight | None = None
-        self._reader: UsageReader | None = None
-        self._begun = False
+
+    # What a new exchange begins with; on the class, because most of it never changes in most exchanges.
+    state = State.HEADERS
+    _request_mode: int = Mode.FULL_DUPLEX_STREAMED
+    _response_mode: int = Mode.FULL_DUPLEX_STREAMED
+    _headers: Headers = NO_HEADERS
+    _remove: tuple[str, ...] = ()
+    _size = 0
+    _has_body = False
+    _trailers = False  # the request ended by trailers
+    _subset: tuple[str, ...] | None = None
+    _pool = ""
+    _cancel: Callable[[], None] | None = None
+    _body = b""
+    _streaming = False
+    _flight: Flight | None = None
+    _reader: UsageReader | None = None
+    _begun = False
 
     # Messages in
 
@@ -156,7 +180,7 @@ class Exchange:
             message = ProcessingRequest.FromString(data)
         except DecodeError as error:
             raise ValueError(f"not a ProcessingRequest: {error}") from None
-        if self.state is State.DONE:
+        if self.state is _DONE:
             return
         kind = message.WhichOneof("request")
         if kind == "response_body":
@@ -175,33 +199,33 @@ class Exchange:
 
     def closed(self) -> None:
         """The stream is gone. Everything that the request holds is given back."""
-        state, self.state = self.state, State.DONE
+        state, self.state = self.state, _DONE
         self._chunks.clear()
         if self._cancel is not None:
             cancel, self._cancel = self._cancel, None
             cancel()
-        if self._flight is not None and state is not State.DONE:
+        if self._flight is not None and state is not _DONE:
             self._flight.aborted()
         self._flight = None
 
     # The request
 
     def _request_headers(self, message: Message) -> None:
-        if self.state is not State.HEADERS:
+        if self.state is not _HEADERS:
             return
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        headers = self._headers
-        for header in message.request_headers.headers.headers:
-            headers[header.key] = (header.raw_value or header.value).decode("utf-8", "replace")
-        self._remove = tuple(name for name in messages.CLIENT_MAY_NOT_SEND if name in headers)
+        raw = {h.key: h.raw_value or h.value for h in message.request_headers.headers.headers}
+        self._headers = Headers(raw)
+        if not _FORBIDDEN.isdisjoint(raw):
+            self._remove = tuple([name for name in messages.CLIENT_MAY_NOT_SEND if name in raw])
         self._pool = self._info.metadata.get(POOL_METADATA, "") or _pool_attribute(message)
         self._look_at_metadata(message)
-        self.state = State.BODY
+        self.state = _BODY
         if message.request_headers.end_of_stream:
             self._decide()
-        elif self._request_mode == Mode.FULL_DUPLEX_STREAMED:
+        elif self._request_mode == _DUPLEX:
             self._has_body = True
         elif self._request_mode in (Mode.BUFFERED, Mode.BUFFERED_PARTIAL):
             self._has_body = True
@@ -230,7 +254,7 @@ class Exchange:
             self._subset = ()
 
     def _request_body(self, body: Message) -> None:
-        if self.state is not State.BODY:
+        if self.state is not _BODY:
             if not self._has_body:  # it passes by
                 self._send(messages.REQUEST_BODY)
             return
@@ -240,40 +264,40 @@ class Exchange:
             return
         if body.body:
             self._chunks.append(body.body)
-        if body.end_of_stream or self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+        if body.end_of_stream or self._request_mode != _DUPLEX:
             # A buffered body is one message, whole (in partial mode: what fitted).
             self._decide()
 
     def too_large(self) -> bool:
         """The request's body is over the limit, or a message that holds it is. What a server answers has none:
         in buffered mode it is one message, whatever its size."""
-        if self.state not in (State.HEADERS, State.BODY):
+        if self.state not in (_HEADERS, _BODY):
             return False
         self._director.refused(413)
         self._answer(messages.immediate(413, f"body: must be at most {self._director.max_body} bytes"))
         return True
 
     def _request_trailers(self) -> None:
-        if self.state is State.BODY:
+        if self.state is _BODY:
             self._trailers = True
             self._decide()
-        elif not self._has_body or self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+        elif not self._has_body or self._request_mode != _DUPLEX:
             self._send(messages.REQUEST_TRAILERS)
 
     def _decide(self) -> None:
-        self.state = State.DECIDING
+        self.state = _DECIDING
         self._body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         request = GatewayRequest(
             headers=self._headers, body=self._body, subset=self._subset, pool=self._pool, port=self._info.port
         )
         cancel = self._director.admit(request, self._decided)
-        if self.state is State.DECIDING:
+        if self.state is _DECIDING:
             self._cancel = cancel
 
     def _decided(self, decision: Decision) -> None:
         self._cancel = None
-        if self.state is not State.DECIDING:
+        if self.state is not _DECIDING:
             if isinstance(decision, Pick):
                 decision.flight.aborted()
             return
@@ -285,9 +309,9 @@ class Exchange:
             return
         self._flight = decision.flight
         self._streaming = decision.streaming
-        self.state = State.PICKED
+        self.state = _PICKED
         remove = (*self._remove, *decision.remove) if decision.remove else self._remove
-        if self._has_body and self._request_mode != Mode.FULL_DUPLEX_STREAMED:
+        if self._has_body and self._request_mode != _DUPLEX:
             if self._trailers and not self._body:
                 # Buffered, without any body: the headers have gone, and only trailers are left to answer.
                 self._send(messages.REQUEST_TRAILERS)
@@ -309,11 +333,11 @@ class Exchange:
                 if self._trailers:
                     self._send(messages.REQUEST_TRAILERS)
         self._body = b""
-        self._headers = {}
+        self._headers = NO_HEADERS
 
     def _answer(self, message: bytes) -> None:
         self._send(message)
-        self.state = State.DONE
+        self.state = _DONE
         self._chunks.clear()
         self._body = b""
         self._finish()
@@ -325,17 +349,12 @@ class Exchange:
         if flight is None:
             self._send(messages.RESPONSE_HEADERS)
             return
-        self.state = State.RESPONSE
-        status, content_type, encoding = 0, "", ""
-        for header in message.response_headers.headers.headers:
-            key = header.key
-            if key == ":status":
-                value = (header.raw_value or header.value).decode("latin-1")
-                status = int(value) if value.isdigit() else 0
-            elif key == "content-type":
-                content_type = (header.raw_value or header.value).decode("latin-1").lower()
-            elif key == "content-encoding":
-                encoding = (header.raw_value or header.value).decode("latin-1").strip().lower()
+        self.state = _RESPONSE
+        headers = Headers({h.key: h.raw_value or h.value for h in message.response_headers.headers.headers})
+        text = headers.get(":status")
+        status = int(text) if text.isdigit() else 0
+        content_type = headers.get("content-type").lower()
+        encoding = headers.get("content-encoding").strip().lower()
         flight.responded(status, _served(message))
         extra = flight.response_headers
         self._send(messages.response_headers(extra) if extra else messages.RESPONSE_HEADERS)
@@ -347,7 +366,7 @@ class Exchange:
         chunk = body.body
         end = body.end_of_stream
         # First pass it on, then look at it.
-        if self._response_mode == Mode.FULL_DUPLEX_STREAMED:
+        if self._response_mode == _DUPLEX:
             for message in messages.streamed_response_body(chunk, end_of_stream=end):
                 self._send(message)
         else:

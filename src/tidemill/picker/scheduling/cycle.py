@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,17 @@ from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.scheduling.prefix import NO_BLOCKS, NO_PROMPT, Blocks, PrefixIndex, Prompt
 
 
+class HeaderLookup(Protocol):
+    """Header fields by lower-case name; empty where there is none."""
+
+    def get(self, name: str, default: str = "", /) -> str: ...
+
+
+class _NoHeaders:
+    def get(self, name: str, default: str = "", /) -> str:
+        return default
+
+
 class SchedulingRequest(NamedTuple):
     """What plugins may know of a request. `model` is the one that will be served (after a rewrite; an adapter's
     name counts as one). `headers` are lower case. (A tuple, not a dataclass: one is made for each request.)"""
@@ -22,7 +32,7 @@ class SchedulingRequest(NamedTuple):
     model: str
     prompt: Prompt = NO_PROMPT
     salt: str = ""
-    headers: Mapping[str, str] = MappingProxyType({})
+    headers: HeaderLookup = _NoHeaders()
     multimodal: bool = False
 
 

@@ -44,8 +44,10 @@ class Profile:
                 return Emptied(name)
         totals: FloatArray | None = None
         for _, scorer, weight in self.scorers:
-            scores = weight * scorer.score(cycle)
-            totals = scores if totals is None else np.add(totals, scores, out=scores)
+            scores = scorer.score(cycle)
+            if weight != 1.0:
+                scores *= weight
+            totals = scores if totals is None else np.add(totals, scores, out=totals)
         if totals is None:
             totals = np.zeros(len(cycle))
         positions = self.picker.pick(cycle, totals)

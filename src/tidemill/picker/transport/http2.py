@@ -38,11 +38,6 @@ _U32 = struct.Struct(">I")
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
 
-# Plain numbers where every frame passes: to look up a member of an enumeration costs as much as the work.
-_DATA, _HEADERS, _WINDOW_UPDATE = 0x0, 0x1, 0x8
-_END_STREAM, _PADDED = 0x1, 0x8
-
-
 class Frame(IntEnum):
     DATA = 0x0
     HEADERS = 0x1
@@ -84,6 +79,15 @@ class ErrorCode(IntEnum):
     CANCEL = 0x8
     COMPRESSION_ERROR = 0x9
     ENHANCE_YOUR_CALM = 0xB
+
+
+# The same as plain numbers: every frame passes here, and to look up a member of an enumeration costs as much as
+# the work itself.
+(
+    _DATA, _HEADERS, _PRIORITY, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW_UPDATE,
+    _CONTINUATION,
+) = map(int, Frame)  # fmt: skip
+_END_STREAM, _ACK, _END_HEADERS, _PADDED, _HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 
 
 class ProtocolError(Exception):
@@ -138,7 +142,7 @@ class Stream:
         """An encoded header block of at most one frame."""
         if self._ended_by_us:
             return
-        flags = Flag.END_HEADERS | (Flag.END_STREAM if end else 0)
+        flags = _END_HEADERS | (_END_STREAM if end else 0)
         self._connection.header_block(flags, self.id, block)
         if end:
             self._finished()
@@ -191,7 +195,7 @@ class Stream:
             self._pending_bytes -= size
             self._send_window -= size
             connection.send_window -= size
-            connection.frame(Frame.DATA, 0, self.id, chunk)
+            connection.frame(_DATA, 0, self.id, chunk)
         connection.blocked.pop(self.id, None)
         self._give_credit()
         if self._trailers is not None:
@@ -240,7 +244,7 @@ class Stream:
         connection = self._connection
         if not self.peer_ended:
             # Complete without the rest of the request (RFC 9113, 8.1).
-            connection.frame(Frame.RST_STREAM, 0, self.id, _U32.pack(ErrorCode.NO_ERROR))
+            connection.frame(_RST_STREAM, 0, self.id, _U32.pack(ErrorCode.NO_ERROR))
         connection.forget(self.id)
 
 
@@ -270,13 +274,13 @@ class Connection:
         self.closed = False
         self.draining = False
         self.frame(
-            Frame.SETTINGS, 0, 0,
+            _SETTINGS, 0, 0,
             _SETTING.pack(Setting.HEADER_TABLE_SIZE, 0)
             + _SETTING.pack(Setting.MAX_CONCURRENT_STREAMS, MAX_STREAMS)
             + _SETTING.pack(Setting.INITIAL_WINDOW_SIZE, STREAM_WINDOW)
             + _SETTING.pack(Setting.MAX_HEADER_LIST_SIZE, MAX_HEADER_BLOCK),
         )  # fmt: skip
-        self.frame(Frame.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - DEFAULT_WINDOW))
+        self.frame(_WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - DEFAULT_WINDOW))
 
     # Out
 
@@ -302,10 +306,10 @@ class Connection:
         """Tell the peer to open no more streams here. Those that it opens before it has heard are served."""
         if not self.draining and not self.closed:
             self.draining = True
-            self.frame(Frame.GOAWAY, 0, 0, _U32.pack(MAX_STREAM_ID) + _U32.pack(ErrorCode.NO_ERROR))
+            self.frame(_GOAWAY, 0, 0, _U32.pack(MAX_STREAM_ID) + _U32.pack(ErrorCode.NO_ERROR))
 
     def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
-        self.frame(Frame.RST_STREAM, 0, stream_id, _U32.pack(code))
+        self.frame(_RST_STREAM, 0, stream_id, _U32.pack(code))
         self.forget(stream_id)
 
     def forget(self, stream_id: int) -> None:
@@ -334,7 +338,7 @@ class Connection:
 
     def _fail(self, error: ProtocolError) -> None:
         message = str(error).encode()[:128]
-        self.frame(Frame.GOAWAY, 0, 0, _U32.pack(self._last_stream) + _U32.pack(error.code) + message)
+        self.frame(_GOAWAY, 0, 0, _U32.pack(self._last_stream) + _U32.pack(error.code) + message)
         self.lost()
 
     def _receive(self, data: bytes) -> None:
@@ -373,31 +377,31 @@ class Connection:
         return data[common:]
 
     def _frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if self._header_block is not None and (kind != Frame.CONTINUATION or stream_id != self._header_block[0]):
+        if self._header_block is not None and (kind != _CONTINUATION or stream_id != self._header_block[0]):
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a header block must not be interrupted")
-        if not self._settings_seen and kind != Frame.SETTINGS:
+        if not self._settings_seen and kind != _SETTINGS:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
-        if kind == Frame.DATA:
+        if kind == _DATA:
             self._on_data(flags, stream_id, payload)
-        elif kind == Frame.HEADERS:
+        elif kind == _HEADERS:
             self._on_headers(flags, stream_id, payload)
-        elif kind == Frame.WINDOW_UPDATE:
+        elif kind == _WINDOW_UPDATE:
             self._on_window_update(stream_id, payload)
-        elif kind == Frame.RST_STREAM:
+        elif kind == _RST_STREAM:
             self._on_reset(stream_id, payload)
-        elif kind == Frame.PING:
+        elif kind == _PING:
             self._on_ping(flags, stream_id, payload)
-        elif kind == Frame.SETTINGS:
+        elif kind == _SETTINGS:
             self._on_settings(flags, stream_id, payload)
-        elif kind == Frame.CONTINUATION:
+        elif kind == _CONTINUATION:
             self._on_continuation(flags, stream_id, payload)
-        elif kind == Frame.PRIORITY:
+        elif kind == _PRIORITY:
             self._on_priority(stream_id, payload)
-        elif kind == Frame.GOAWAY:
+        elif kind == _GOAWAY:
             if stream_id or len(payload) < 8:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "bad GOAWAY")
             self.draining = True
-        elif kind == Frame.PUSH_PROMISE:
+        elif kind == _PUSH_PROMISE:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a client must not push")
         # Frames of unknown types are ignored (RFC 9113, 5.5).
 
@@ -441,15 +445,15 @@ class Connection:
     def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not stream_id & 1:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "HEADERS on a stream that a client cannot open")
-        if flags & Flag.PADDED:
+        if flags & _PADDED:
             payload = _unpadded(payload)
-        if flags & Flag.PRIORITY:
+        if flags & _HAS_PRIORITY:
             if len(payload) < 5:
                 raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for its priority")
             if _U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a stream cannot depend on itself")
             payload = payload[5:]
-        if flags & Flag.END_HEADERS:
+        if flags & _END_HEADERS:
             self._on_header_block(stream_id, flags, payload)
         else:
             self._header_block = (stream_id, flags, [payload], len(payload))
@@ -463,7 +467,7 @@ class Connection:
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "header block too large")
         parts.append(payload)
         self._header_block = (stream_id, first_flags, parts, size)
-        if flags & Flag.END_HEADERS:
+        if flags & _END_HEADERS:
             self._header_block = None
             self._on_header_block(stream_id, first_flags, b"".join(parts))
 
@@ -553,14 +557,14 @@ class Connection:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
         if len(payload) != 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "PING must have 8 bytes")
-        if not flags & Flag.ACK:
+        if not flags & _ACK:
             self._count_idle()
-            self.frame(Frame.PING, Flag.ACK, 0, payload)
+            self.frame(_PING, _ACK, 0, payload)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream")
-        if flags & Flag.ACK:
+        if flags & _ACK:
             if payload:
                 raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS acknowledgement with a payload")
             # From here on the peer keeps no table: header blocks stand for themselves.
@@ -588,7 +592,7 @@ class Connection:
                 self.peer_max_frame = value
             elif setting == Setting.ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
-        self.frame(Frame.SETTINGS, Flag.ACK, 0, b"")
+        self.frame(_SETTINGS, _ACK, 0, b"")
         # Only after the acknowledgement may data count on a larger window.
         for stream in list(self.blocked.values()):
             stream.flush()

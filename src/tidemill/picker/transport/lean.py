@@ -18,6 +18,7 @@ log = structlog.get_logger(__name__)
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 MESSAGE_OVERHEAD = 2**20  # what a message may hold beside a body: headers, metadata, attributes
 
+_KNOWN_LIMIT = 256
 _OK_HEADERS = b"\x88" + literal("content-type", "application/grpc")  # 0x88 is :status 200
 _OK_TRAILERS = literal("grpc-status", "0")
 
@@ -164,6 +165,7 @@ class LeanProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._port = 0
         self._receiving = False
+        self._known: dict[Headers, tuple[StreamInfo, int]] = {}  # by header block, which repeats
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by class
@@ -224,17 +226,20 @@ class LeanProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def _accept(self, stream: Stream, headers: Headers) -> None:
-        fields = dict(headers)
         grpc = _GrpcStream(stream, self._server.max_message)
-        stream.handler = grpc
-        if fields.get(":method") != "POST" or not fields.get("content-type", "").startswith("application/grpc"):
-            stream.handler = None
+        known = self._known.get(headers)
+        if known is None:
+            known = _understand(headers, self._port)
+            if len(self._known) < _KNOWN_LIMIT:
+                self._known[headers] = known
+        info, refusal = known
+        if refusal == 415:
             stream.send_headers(b"\x08\x03415", end=True)  # :status 415, by the static table's name
             return
-        if fields.get(":path") != METHOD:
-            grpc.fail(12, f"unknown method; this server has {METHOD}")
+        stream.handler = grpc
+        if refusal:
+            grpc.fail(refusal, f"unknown method; this server has {METHOD}")
             return
-        info = StreamInfo({name: value for name, value in headers if name[0] != ":"}, self._port)
 
         def send(message: bytes) -> None:
             grpc.send(message)
@@ -250,6 +255,15 @@ class LeanProtocol(asyncio.Protocol):
         """What is written while bytes are being read goes out together afterwards, the rest by itself."""
         if not self._receiving:
             self.flush()
+
+
+def _understand(headers: Headers, port: int) -> tuple[StreamInfo, int]:
+    """What a stream's headers say; and 415 when it is no gRPC, or gRPC's UNIMPLEMENTED for another method."""
+    fields = dict(headers)
+    info = StreamInfo({name: value for name, value in headers if name[0] != ":"}, port)
+    if fields.get(":method") != "POST" or not fields.get("content-type", "").startswith("application/grpc"):
+        return info, 415
+    return info, 0 if fields.get(":path") == METHOD else 12
 
 
 class LeanServer:
