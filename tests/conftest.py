@@ -25,7 +25,13 @@ CRDS = Resource(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(20))
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+    )
 
 
 def program(name: str) -> str:

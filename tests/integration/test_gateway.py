@@ -385,7 +385,7 @@ class TestWaiting:
                 asking = asyncio.create_task(gate.post(json=chat()))
                 await eventually(lambda: room.requests == 1)
                 if mode == "BUFFERED":
-                    # Envoy's time for an answer is over before the room has a place: the entry goes with the stream.
+                    # Envoy's patience ends before the room has a place: the entry goes with the stream.
                     status, _ = await asking
                     assert status in (500, 504)
                 else:

@@ -91,7 +91,8 @@ def configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer()
+            # Without local variables: they may hold what a user sent.
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
             if terminal
             else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],

@@ -77,6 +77,7 @@ class PickerDirector:
         self._malformed: set[tuple[str, str]] = set()
         self._draining = False
         self._cycles = 0
+        instruments.model_label.configured = lambda name: any(name in p.configured_models for p in pools.all())
 
     @property
     def max_body(self) -> int:

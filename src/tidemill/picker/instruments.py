@@ -49,15 +49,15 @@ class CappedLabel:
     """The first thousand values of a label as they are, the others as one. Values that the operator configured
     are always themselves."""
 
-    def __init__(self, limit: int = LABEL_LIMIT, *, known: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(self, limit: int = LABEL_LIMIT) -> None:
         self._limit = limit
         self._seen: set[str] = set()
-        self._known = known
+        self.configured: Callable[[str], bool] = lambda value: False
 
     def __call__(self, value: str) -> str:
         if value in self._seen:
             return value
-        if len(self._seen) < self._limit - 1 or self._known(value):
+        if len(self._seen) < self._limit - 1 or self.configured(value):
             self._seen.add(value)
             return value
         return OTHER

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.picker_rig import A, B, C, Rig, chat, post, request_headers, response_body, response_headers
+from tests.unit.picker.test_bodies import with_rewrite
 
 from tidemill.kube.resources import ObjectKey
 from tidemill.picker.director import DirectorOptions
@@ -164,6 +165,11 @@ class TestPS1:
             assert len(values[label]) <= LABEL_LIMIT + 1
             assert "other" in values[label]
         assert rig.value("llm_d_epp_request_total") == 3 * LABEL_LIMIT
+        with_rewrite(rig)
+        rig.complete(chat(model="food-review"), "/v1/chat/completions")
+        assert (
+            rig.value("llm_d_epp_request_total", model_name="food-review", target_model_name="food-review-v2") == 1
+        )
         assert rig.value("llm_d_epp_request_running") == 0
 
 

@@ -58,12 +58,24 @@ class Pool:
         self.load = load
         self.snapshot = Snapshot(missing=missing)
         self.objectives: Mapping[str, InferenceObjective] = {}
-        self.rewrites: tuple[InferenceModelRewrite, ...] = ()
+        self._rewrites: tuple[InferenceModelRewrite, ...] = ()
+        self.configured_models: frozenset[str] = frozenset()  # that an operator has named in a rule
         self._remarks: frozenset[tuple[ObjectKey, str]] = frozenset()
         self._listeners: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
         return f"InferencePool {self.key}"
+
+    @property
+    def rewrites(self) -> tuple[InferenceModelRewrite, ...]:
+        return self._rewrites
+
+    @rewrites.setter
+    def rewrites(self, rewrites: tuple[InferenceModelRewrite, ...]) -> None:
+        self._rewrites = rewrites
+        rules = [rule for rewrite in rewrites for rule in rewrite.rules]
+        asked = {match.model.value for rule in rules for match in rule.matches if match.model is not None}
+        self.configured_models = frozenset(asked | {t.model_rewrite for rule in rules for t in rule.targets})
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
