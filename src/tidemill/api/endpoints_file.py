@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.api.inference import PortNumber
-from tidemill.api.layers import yaml_problem
-from tidemill.api.picker_config import StrictModel
-from tidemill.api.problem import InvalidObjectError, Problem, problems_of
+from tidemill.api.layers import read_document
+from tidemill.api.model import StrictModel
 
 DEFAULT_POOL = "default/default"
 
@@ -56,18 +54,4 @@ class EndpointsFile(StrictModel):
     @classmethod
     def parse(cls, text: str, *, source: str) -> EndpointsFile:
         """Read YAML or JSON. Raises InvalidObjectError."""
-        where = f"endpoints file {source}"
-        try:
-            content: Any = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InvalidObjectError([yaml_problem(where, "(whole)", text, error)]) from None
-        if content is None:
-            content = {}
-        if not isinstance(content, dict):
-            raise InvalidObjectError(
-                [Problem(where, "(whole)", str(content)[:120], "must be a mapping of fields")]
-            )
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise InvalidObjectError(problems_of(where, error.errors())) from None
+        return read_document(cls, text, object_name=f"endpoints file {source}")

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tidemill.api.problem import Problem, problems_of
+from tidemill.api.problem import InvalidObjectError, Problem, problems_of
 
 L = TypeVar("L", bound=BaseModel)
 
@@ -50,6 +50,22 @@ def read_layers(
         if found is not None:
             layers[entry] = found
     return LayerMap(object_name, layers), problems
+
+
+def read_document(model: type[L], text: str, *, object_name: str) -> L:
+    """A whole YAML or JSON document; fields that are null count as absent. Raises InvalidObjectError."""
+    try:
+        content: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidObjectError([yaml_problem(object_name, "(whole)", text, error)]) from None
+    if not isinstance(content, dict | None):
+        raise InvalidObjectError(
+            [Problem(object_name, "(whole)", str(content)[:120], "must be a mapping of fields")]
+        )
+    try:
+        return model.model_validate({key: value for key, value in (content or {}).items() if value is not None})
+    except ValidationError as error:
+        raise InvalidObjectError(problems_of(object_name, error.errors())) from None
 
 
 def yaml_problem(object_name: str, field: str, text: str, error: yaml.YAMLError) -> Problem:

@@ -12,3 +12,9 @@ class ApiModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, alias_generator=to_camel, populate_by_name=True, extra="ignore", use_enum_values=False
     )
+
+
+class StrictModel(BaseModel):
+    """Camel case on the wire, immutable, and nothing unknown."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True, extra="forbid")

@@ -10,13 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import BeforeValidator, Field, model_validator
 
 from tidemill.api.durations import parse_duration
-from tidemill.api.layers import yaml_problem
-from tidemill.api.problem import InvalidObjectError, Problem, problems_of
+from tidemill.api.layers import read_document
+from tidemill.api.model import StrictModel
 
 API_GROUPS = (
     "llm-d.ai",
@@ -40,12 +38,6 @@ _SUFFIXES = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
-
-
-class StrictModel(BaseModel):
-    """Camel case on the wire, immutable, and nothing unknown."""
-
-    model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True, extra="forbid")
 
 
 def _quantity(value: object) -> int:
@@ -183,16 +175,4 @@ class EndpointPickerConfig(StrictModel):
     @classmethod
     def parse(cls, text: str, *, source: str) -> EndpointPickerConfig:
         """Read YAML. `source` names it in errors. Raises InvalidObjectError."""
-        where = f"{KIND} {source}"
-        try:
-            content: Any = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InvalidObjectError([yaml_problem(where, "(whole)", text, error)]) from None
-        if not isinstance(content, dict):
-            raise InvalidObjectError(
-                [Problem(where, "(whole)", str(content)[:120], "must be a mapping of fields")]
-            )
-        try:
-            return cls.model_validate({key: value for key, value in content.items() if value is not None})
-        except ValidationError as error:
-            raise InvalidObjectError(problems_of(where, error.errors())) from None
+        return read_document(cls, text, object_name=f"{KIND} {source}")

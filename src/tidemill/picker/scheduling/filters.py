@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from tidemill.api.inference import ROLE_LABEL
-from tidemill.api.picker_config import StrictModel
+from tidemill.api.model import StrictModel
 from tidemill.picker.scheduling.cycle import Cycle
 from tidemill.picker.scheduling.plugin import Filter
 

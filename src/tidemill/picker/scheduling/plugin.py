@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.api.picker_config import StrictModel
+from tidemill.api.model import StrictModel
 from tidemill.picker.load import FloatArray
 from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.scheduling.cycle import Cycle
