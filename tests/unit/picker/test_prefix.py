@@ -79,6 +79,14 @@ class TestP32:
         assert len(index) == 0
         assert not index._holders
 
+    def test_e8_all_endpoints_together_are_bounded_too(self) -> None:
+        index = PrefixIndex(block_tokens=1, capacity=1000, most=5000)
+        for _ in range(3):
+            for row in range(20):
+                index.served(index.blocks(Prompt((os.urandom(4 * 800),)), model="m", salt=""), row)
+        assert len(index) <= 5000
+        assert all(index.size_of(row) == 250 for row in range(20))
+
     def test_the_engines_own_capacity_counts(self, rig: Rig) -> None:
         rig.read(A, waiting=0, kv_usage=0.0, kv_tokens=32)
         serve(rig, TOKENS, to=A)

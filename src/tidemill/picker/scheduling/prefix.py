@@ -18,6 +18,7 @@ from tidemill.picker.load import IntArray
 
 BYTES_PER_TOKEN = 4  # of a text, estimated; token ids are packed as 32-bit integers
 DEFAULT_CAPACITY = 31_250  # blocks per endpoint
+MOST_BLOCKS = 6_250_000  # of all endpoints together, each counted by itself: some 220 bytes each at the worst
 
 
 class Prompt(NamedTuple):
@@ -52,16 +53,24 @@ NO_BLOCKS = Blocks(())
 
 
 class PrefixIndex:
-    """Least recently used blocks of each row are forgotten beyond its capacity.
+    """Least recently used blocks of each row are forgotten beyond its capacity, or beyond its share of `most`.
 
     `block_tokens` tokens a block; at most `max_tokens` of a request are looked at.
     """
 
-    def __init__(self, *, block_tokens: int = 64, max_tokens: int = 131_072, capacity: int = DEFAULT_CAPACITY):
+    def __init__(
+        self,
+        *,
+        block_tokens: int = 64,
+        max_tokens: int = 131_072,
+        capacity: int = DEFAULT_CAPACITY,
+        most: int = MOST_BLOCKS,
+    ) -> None:
         self.block_tokens = block_tokens
         self._block_bytes = block_tokens * BYTES_PER_TOKEN
         self._max_blocks = max_tokens // block_tokens
         self._capacity = capacity
+        self._most = most
         self._holders: dict[int, int] = {}
         self._held: dict[int, OrderedDict[int, None]] = {}
 
@@ -131,7 +140,7 @@ class PrefixIndex:
                 else:
                     held[block] = None
                     holders[block] = holders.get(block, 0) | bit
-        limit = min(self._capacity, capacity) if capacity else self._capacity
+        limit = min(self._capacity, capacity or self._capacity, max(1, self._most // len(self._held)))
         while len(held) > limit:
             self._drop(held.popitem(last=False)[0], bit)
 
