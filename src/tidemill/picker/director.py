@@ -192,12 +192,11 @@ class _Job:
             self.priority = found.priority
         self._rewrite(pool)
 
-        hint = request.subset
-        if hint is not None and not hint:
+        subset = request.subset
+        if subset is not None and not subset:
             if not options.ignore_empty_subset:
                 return self.drop(Drop.NO_ENDPOINTS, "the gateway's subset of endpoints is empty")
-            hint = None
-        subset = None if hint is None else frozenset(a for a in map(canonical, hint) if a is not None)
+            subset = None
 
         flow = director.flow(pool)
         if flow is None:
@@ -245,7 +244,7 @@ class _Job:
         if wanted and self.model and self.body.raw is not None:
             self.target = wanted
 
-    def _left(self, pool: Pool, subset: frozenset[str] | None, drop: Drop | None) -> None:
+    def _left(self, pool: Pool, subset: tuple[str, ...] | None, drop: Drop | None) -> None:
         """The waiting room has let it go, or dropped it."""
         director = self.director
         waited = director.now() - self.started
@@ -261,7 +260,7 @@ class _Job:
             log.exception("a request could not be decided")
             self.refuse(Refusal(500, "internal error of the endpoint picker"))
 
-    def _go(self, pool: Pool, subset: frozenset[str] | None) -> None:
+    def _go(self, pool: Pool, subset: tuple[str, ...] | None) -> None:
         """Pick, and count the pick at once."""
         director, body, instruments = self.director, self.body, self.director.instruments
         snapshot = pool.snapshot
@@ -319,7 +318,7 @@ class _Job:
             return None, ()
         return replace_model(self.body.raw, self.target), ("content-encoding",) if self.body.decoded else ()
 
-    def _nobody(self, pool: Pool, subset: frozenset[str] | None, outcome: Any) -> str:
+    def _nobody(self, pool: Pool, subset: tuple[str, ...] | None, outcome: Any) -> str:
         if pool.snapshot.missing:
             return f"{pool}: {pool.snapshot.missing}"
         if subset is not None and pool.snapshot.endpoints and not pool.snapshot.subset(subset)[0]:

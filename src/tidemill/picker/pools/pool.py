@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ import structlog
 
 from tidemill.api.inference import InferenceModelRewrite, InferenceObjective
 from tidemill.kube.resources import ObjectKey
+from tidemill.picker.address import canonical
 from tidemill.picker.load import IntArray, LoadTable
 from tidemill.picker.pools.endpoints import Endpoint, EndpointSet
 from tidemill.picker.scheduling.scheduler import Scheduler
@@ -28,12 +29,17 @@ class Snapshot:
     by_address: Mapping[str, int] = field(default_factory=dict)
     missing: str = ""
 
-    def subset(self, addresses: frozenset[str]) -> tuple[Sequence[Endpoint], IntArray]:
-        """Those of `addresses` (canonical) that are endpoints. One that is named by the address of its other IP
+    def subset(self, hint: Iterable[str]) -> tuple[Sequence[Endpoint], IntArray]:
+        """Those of the hinted addresses that are endpoints. One that is named by the address of its other IP
         family is answered in that family."""
         found: dict[int, Endpoint] = {}
-        for address in addresses:
+        for text in hint:
+            address = text.strip()
             index = self.by_address.get(address)
+            if index is None and "[" in address:
+                # Only IPv6 has more than one way to write an address.
+                address = canonical(address) or address
+                index = self.by_address.get(address)
             if index is None:
                 continue
             endpoint = self.endpoints[index]
