@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,7 @@ from tests.picker_rig import chat, post, response_headers
 
 from tidemill.api.inference_crd import inference_crds
 from tidemill.kube.client import KubeClient
-from tidemill.kube.resources import ObjectKey
+from tidemill.kube.resources import PODS, ObjectKey
 from tidemill.local.cluster import LocalCluster
 from tidemill.picker.load import Reading
 from tidemill.picker.pools.cluster import INFERENCE_POOLS, WatchTiming
@@ -173,25 +174,55 @@ class TestWatchFailures:
             await fleet.delete_pod("b")
             await until(picker, {A}, within=5)
 
+    @pytest.mark.parametrize("first", ["list", "watch"])
     async def test_an_edit_of_the_selector_during_the_relist(
-        self, fleet: Cluster, through: tuple[KubeClient, FaultyProxy]
+        self, first: str, fleet: Cluster, through: tuple[KubeClient, FaultyProxy], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Once the new selector is known, whether the new list or the old watch is heard first, nothing that only
+        the old one selects is ever served, and there never is a moment without endpoints."""
         client, proxy = through
+        gates = {"list": asyncio.Event(), "watch": asyncio.Event()}
+        for gate in gates.values():
+            gate.set()
+        list_, watch_ = client.list, client.watch
+
+        async def gated_list(resource: Any, *args: Any, **more: Any) -> Any:
+            if resource == PODS:
+                await gates["list"].wait()
+            return await list_(resource, *args, **more)
+
+        async def gated_watch(resource: Any, *args: Any, **more: Any) -> AsyncIterator[Any]:
+            if resource == PODS:
+                await gates["watch"].wait()
+            async for event in watch_(resource, *args, **more):
+                yield event
+
+        monkeypatch.setattr(client, "list", gated_list)
+        monkeypatch.setattr(client, "watch", gated_watch)
         await fleet.relabel("a", {"tier": "gold"})
         async with picking(client) as picker:
-            await until(picker, {A, B})
+            for ready, expected in ((False, {A}), (True, {A, B})):  # the watch is there
+                await fleet.status("b", ip="10.0.0.12", ready=ready)
+                await until(picker, expected)
+            pool = pool_of(picker)
             seen: list[set[str]] = []
-            pool_of(picker).on_change(lambda: seen.append(addresses(picker)))
-            proxy.refusing = True
+            pool.on_change(lambda: seen.append(addresses(picker)))
+            for gate in gates.values():
+                gate.clear()
             proxy.cut()
             await fleet.delete_pod("b")
             await fleet.pod("c", "10.0.0.13")
             await fleet.change_pool(selector={"matchLabels": {"app": "m", "tier": "gold"}})
-            proxy.refusing = False
-            await until(picker, {A})
             watch = picker.source._watches[ObjectKey(NAMESPACE, "p")]  # type: ignore[union-attr]
-            await eventually(lambda: watch._serving[0].match_labels == {"app": "m", "tier": "gold"})
-            assert all(s and C not in s for s in seen)
+            await eventually(lambda: watch._coming is not None)
+            assert addresses(picker) == {A, B}
+            gates[first].set()
+            await until(picker, {A})
+            for gate in gates.values():
+                gate.set()
+            await eventually(lambda: watch._coming is None and watch._serving[0].match_labels["tier"] == "gold")
+            assert seen
+            assert all(found == {A} for found in seen)
 
     async def test_silence_is_noticed_and_the_age_is_told(
         self, fleet: Cluster, through: tuple[KubeClient, FaultyProxy]

@@ -26,7 +26,7 @@ from tidemill.api.problem import InvalidObjectError, Problem
 from tidemill.kube.client import KubeClient
 from tidemill.kube.informer import Deleted, Informer, InformerEvent
 from tidemill.kube.resources import PODS, Json, ObjectKey, Resource
-from tidemill.picker.pools.endpoints import PodView, endpoints_of, pod_view
+from tidemill.picker.pools.endpoints import EndpointSet, PodView, endpoints_of, pod_view
 from tidemill.picker.pools.pool import Pool, Pools
 
 log = structlog.get_logger(__name__)
@@ -317,9 +317,15 @@ class _PodWatch:
 
     def _recompute(self) -> None:
         self._dirty = False
-        if self._serving is not None:
-            spec, informer, _ = self._serving
-            self._pool.replace(endpoints_of(spec, informer.store))
+        if self._serving is None:
+            return
+        spec, informer, _ = self._serving
+        found = endpoints_of(spec, informer.store)
+        if self._coming is not None:
+            # The selector has changed: what only the old one would add is not wanted any more.
+            present = {endpoint.id for endpoint in self._pool.snapshot.endpoints}
+            found = EndpointSet(tuple(e for e in found.endpoints if e.id in present), found.remarks)
+        self._pool.replace(found)
 
     def _end(self, watch: tuple[InferencePool, Informer[PodView], list[asyncio.Task[None]]] | None) -> None:
         for task in () if watch is None else watch[2]:
