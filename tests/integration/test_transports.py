@@ -225,6 +225,18 @@ class TestLean:
             await eventually(lambda: server.streams == 0)
         assert rig.total_in_flight() == (0, 0)
 
+    async def test_compressed_messages_are_not_accepted(self, rig: Rig) -> None:
+        """Nothing that Envoy sends; a client that does is told, and the next call is served."""
+        async with listening(rig, "lean") as (port, _), channel(port) as client:
+            method = client.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+            call = method(compression=grpc.Compression.Gzip)
+            await call.write(request_body(bytes(10_000)).SerializeToString())
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "compressed" in await call.details()
+            talk = WireTalk(client)
+            await talk.send(request_headers("/any", eos=True))
+            assert destination_of(await talk.read()) == A
+
     async def test_h2loads_client(self, rig: Rig, tmp_path: Path) -> None:
         message = request_headers("/any", eos=True).SerializeToString()
         body = tmp_path / "message"

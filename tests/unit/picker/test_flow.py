@@ -186,6 +186,16 @@ class TestP34:
             saturate(rig)
         rig.director.tick(rig.pool)
 
+    def test_contention_and_emptiness_have_budgets_of_their_own(self) -> None:
+        rig = waiting_rig("flowControl: {defaultRequestTTL: 30s, noEndpointRequestTTL: 10s}")
+        talk = ask(rig)
+        self.later(rig, 25)
+        rig.endpoints()
+        self.later(rig, 6)  # 31 s in all, but only 6 of them without an endpoint
+        assert not talk.answers
+        self.later(rig, 1)  # the bound of both together: 30 s and a margin of 2
+        assert self.drop(rig, talk) == (503, "rejected-no-endpoints")
+
     def test_each_drop_is_counted_once(self) -> None:
         rig = waiting_rig()
         ask(rig)

@@ -430,6 +430,17 @@ def test_a_dynamic_table_before_settings_are_acknowledged() -> None:
     assert not server.connection.closed
 
 
+def test_a_peer_that_keeps_its_table_all_the_same() -> None:
+    server = Server()
+    encoder = hpack.Encoder()
+    server.connection.receive(
+        PREFACE + raw(Frame.SETTINGS, 0, 0) + raw(Frame.HEADERS, 5, 1, encoder.encode(REQUEST))
+    )
+    server.connection.receive(raw(Frame.SETTINGS, 1, 0) + raw(Frame.HEADERS, 5, 3, encoder.encode(REQUEST)))
+    kind, _, _, payload = parsed(server.connection.take())[-1]
+    assert (kind, struct.unpack_from(">I", payload, 4)[0]) == (Frame.GOAWAY, ErrorCode.COMPRESSION_ERROR)
+
+
 def session() -> bytes:
     """A good session of several calls."""
     head = block()

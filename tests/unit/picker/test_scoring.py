@@ -211,6 +211,19 @@ class TestUnknownIsNotZero:
         rig.read(B, waiting=0, kv_usage=0.0)
         assert B in {pick(rig) for _ in range(10)}
 
+    def test_whatever_else_speaks_for_it(self) -> None:
+        """Neither a prefix that it has cached nor the lot of a random picker."""
+        for text in ("{type: prefix-cache-scorer}", "{type: random-picker}"):
+            rig = Rig(config=config(f"plugins: [{text}]"))
+            rig.endpoints(A, B)
+            rig.read(A, waiting=2, kv_usage=0.5)
+            prompt = os.urandom(1024)
+            hold(rig, B, prompt, 4)
+            for _ in range(20):
+                outcome = rig.pool.scheduler.schedule(rig.cycle(prompt))
+                assert isinstance(outcome, Outcome)
+                assert outcome.primary.endpoints[0].address == A
+
     def test_alone_it_is_taken(self) -> None:
         rig = Rig()
         rig.endpoints(B)
