@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from tidemill.kube.resources import Json
-from tidemill.local.children import die_with_parent
+from tidemill.local.children import dying_with_parent
 
 DESTINATION = "x-gateway-destination-endpoint"
 BYPASS_HEADER = "x-without-picker"  # where a bypass is configured: round robin instead of a pick
@@ -140,11 +140,13 @@ class Envoy:
         path = self.directory / "envoy.yaml"
         path.write_text(yaml.safe_dump(self.config(), sort_keys=False))
         with self.log_file.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
+            command = [
                 find_envoy(), "-c", str(path), "--concurrency", str(self._concurrency), "--log-level",
                 self._log_level, "--use-dynamic-base-id", "--drain-time-s", "1", "--parent-shutdown-time-s", "2",
-                stdout=output, stderr=output, preexec_fn=die_with_parent,
-            )  # fmt: skip
+            ]  # fmt: skip
+            self._process = await asyncio.create_subprocess_exec(
+                *dying_with_parent(command), stdout=output, stderr=output
+            )
         await self._wait_ready()
         return self
 

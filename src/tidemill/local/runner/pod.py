@@ -20,7 +20,7 @@ from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import set_condition
 from tidemill.kube.errors import ApiError, ConflictError, NotFoundError
 from tidemill.kube.resources import PODS, Json, ObjectKey
-from tidemill.local.children import die_with_parent
+from tidemill.local.children import dying_with_parent
 from tidemill.local.runner import sandbox
 from tidemill.local.runner.logs import ContainerLog
 from tidemill.local.runner.probes import probe_once
@@ -182,10 +182,11 @@ class PodWorker:
             )  # fmt: skip
             command = sandbox.command_line(container.spec, env)
             container.log.rotate()
+            cwd = container.spec.get("workingDir") or self._root
             process = await asyncio.create_subprocess_exec(
-                *command, env=env, cwd=container.spec.get("workingDir") or self._root,
+                *dying_with_parent(command, env, cwd), env=env, cwd=cwd,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+                stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except sandbox.ConfigError as error:
             container.state = {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}}
