@@ -163,6 +163,18 @@ class TestRefusals:
         err = await refused("--endpoints", str(endpoints), "--cert-path", str(tmp_path / "none"), *ports)
         assert "tls.crt" in err
 
+    @pytest.mark.parametrize("transport", ["lean", "grpc"])
+    @pytest.mark.parametrize("taken", ["--grpc-port", "--grpc-health-port", "--metrics-port"])
+    async def test_a_port_that_is_taken(self, tmp_path: Path, taken: str, transport: str) -> None:
+        endpoints = tmp_path / "endpoints.yaml"
+        write_endpoints(endpoints, {"p": ["127.0.0.1:1"]})
+        async with Echo() as echo:
+            ports = {"--grpc-port": "0", "--grpc-health-port": "0", "--metrics-port": "0", taken: str(echo.port)}
+            flags = [text for pair in ports.items() for text in pair]
+            err = await refused("--endpoints", str(endpoints), "--transport", transport, *flags)
+            assert str(echo.port) in err
+            assert "Traceback" not in err
+
     async def test_both_a_pool_and_a_file(self, tmp_path: Path) -> None:
         assert "either a pool" in await refused("--endpoints", "x", "--pool-name", "p")
 

@@ -33,7 +33,11 @@ class HealthServer:
         await self.look()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port))])
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
-        self.port = self._server.add_insecure_port(f"{host or '[::]'}:{port}")
+        address = f"{host or '[::]'}:{port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address} for health checks: {error}") from None
         await self._server.start()
 
     async def look(self) -> None:

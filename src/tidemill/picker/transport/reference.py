@@ -36,7 +36,10 @@ class ReferenceServer:
             ]
         )
         address = f"{host or '[::]'}:{port}"
-        bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+        try:
+            bound = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address} for ext_proc: {error}") from None
         service, _, method = METHOD[1:].rpartition("/")
 
         async def process(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
