@@ -70,7 +70,6 @@ class TestP25:
             await cluster.pool()
             await until(picker, set())
             await eventually(lambda: picker.ready)
-            await eventually(lambda: health(picker._health.port, "readiness"))
             await picker._health.look()
             assert await all_health(picker) == expected(ready=True)
             assert ask(picker)[0] == 503

@@ -92,7 +92,7 @@ class TestHazards:
         await fleet.pod("unrelated", "10.0.0.98", labels={"app": "x"})
         async with picking(fleet.client) as picker:
             await until(picker, {A, B})
-            informer = picker.source._watches[ObjectKey(NAMESPACE, "p")]._serving[1]  # type: ignore[union-attr]
+            informer = picker.source._watches[ObjectKey(NAMESPACE, "p")]._serving.informer  # type: ignore[union-attr]
             assert {pod.key.name for pod in informer.store} == {"a", "b"}
 
     async def test_the_pool_is_deleted_and_comes_back(self, fleet: Cluster) -> None:
@@ -220,7 +220,7 @@ class TestWatchFailures:
             await until(picker, {A})
             for gate in gates.values():
                 gate.set()
-            await eventually(lambda: watch._coming is None and watch._serving[0].match_labels["tier"] == "gold")
+            await eventually(lambda: watch._coming is None and watch._serving.spec.match_labels["tier"] == "gold")
             assert seen
             assert all(found == {A} for found in seen)
 

@@ -3,7 +3,7 @@ are framed by hand, because a message object for each chunk costs more than all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import orjson
@@ -87,12 +87,9 @@ def response_headers(headers: tuple[tuple[str, str], ...]) -> bytes:
 def immediate(status: int, message: str, *, reason: str = "") -> bytes:
     """An answer instead of the server's, in the form that OpenAI's clients read."""
     body = orjson.dumps({"error": {"message": message, "type": _error_type(status), "code": status}})
-    response = ProcessingResponse()
+    response = _immediate(status, body)
     answer = response.immediate_response
-    answer.status.code = status
-    answer.body = body
     answer.details = reason or f"tidemill_{status}"
-    _set(answer.headers, "content-type", "application/json")
     if reason:
         _set(answer.headers, DROP_REASON, reason)
     return response.SerializeToString()
@@ -100,31 +97,34 @@ def immediate(status: int, message: str, *, reason: str = "") -> bytes:
 
 def immediate_json(body: bytes) -> bytes:
     """A good answer of the picker's own."""
+    return _immediate(200, body).SerializeToString()
+
+
+def _immediate(status: int, body: bytes) -> Message:
     response = ProcessingResponse()
-    response.immediate_response.status.code = 200
+    response.immediate_response.status.code = status
     response.immediate_response.body = body
     _set(response.immediate_response.headers, "content-type", "application/json")
-    return response.SerializeToString()
+    return response
 
 
-def streamed_request_body(body: bytes, *, end_of_stream: bool) -> Iterator[bytes]:
+def streamed_request_body(body: bytes, *, end_of_stream: bool) -> Iterable[bytes]:
     """A whole request body as streamed answers, the last one with `end_of_stream` as given."""
-    if len(body) <= CHUNK_LIMIT:
-        yield _streamed(3, body, end_of_stream)
-        return
-    view = memoryview(body)
-    for start in range(0, len(body), CHUNK_LIMIT):
-        yield _streamed(3, view[start : start + CHUNK_LIMIT], end_of_stream and start + CHUNK_LIMIT >= len(body))
+    return _in_chunks(3, body, end_of_stream)
 
 
 def streamed_response_body(chunk: bytes, *, end_of_stream: bool) -> Iterable[bytes]:
     """A chunk of the response as it came."""
-    if len(chunk) <= CHUNK_LIMIT:
-        return (_streamed(4, chunk, end_of_stream),)
-    view = memoryview(chunk)
+    return _in_chunks(4, chunk, end_of_stream)
+
+
+def _in_chunks(field: int, body: bytes, end_of_stream: bool) -> Iterable[bytes]:
+    if len(body) <= CHUNK_LIMIT:
+        return (_streamed(field, body, end_of_stream),)
+    view = memoryview(body)
     return [
-        _streamed(4, view[start : start + CHUNK_LIMIT], end_of_stream and start + CHUNK_LIMIT >= len(chunk))
-        for start in range(0, len(chunk), CHUNK_LIMIT)
+        _streamed(field, view[start : start + CHUNK_LIMIT], end_of_stream and start + CHUNK_LIMIT >= len(body))
+        for start in range(0, len(body), CHUNK_LIMIT)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -248,6 +248,15 @@ class ClusterPools:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """An informer of the pods that `spec` selects, and the tasks that it needs."""
+
+    spec: InferencePool
+    informer: Informer[PodView]
+    tasks: tuple[asyncio.Task[None], ...]
+
+
 class _PodWatch:
     """The pods of one pool. A new selector means a new watch; the old one serves until the new one has listed, so
     the set of endpoints changes in one step."""
@@ -261,42 +270,41 @@ class _PodWatch:
         self._pool = pool
         self._make_informer = informer
         self._spawn = spawn
-        self._serving: tuple[InferencePool, Informer[PodView], list[asyncio.Task[None]]] | None = None
-        self._coming: tuple[InferencePool, Informer[PodView], list[asyncio.Task[None]]] | None = None
+        self._serving: _Running | None = None
+        self._coming: _Running | None = None
         self._dirty = False
 
     @property
     def waiting_for(self) -> str:
         if self._serving is not None:
             return ""
-        error = self._coming[1].error if self._coming is not None else None
+        error = self._coming.informer.error if self._coming is not None else None
         return f"waiting for the first list of the pods of {self._pool}" + (f" ({error})" if error else "")
 
     def age(self, now: float) -> float | None:
         if self._serving is None:
             return None
-        informer = self._serving[1]
+        informer = self._serving.informer
         return 0.0 if informer.error is None else informer.age(now)
 
     def follow(self, spec: InferencePool) -> None:
         """The pool is now this."""
         latest = self._coming or self._serving
-        if latest is not None and latest[0] == spec:
+        if latest is not None and latest.spec == spec:
             return
-        if latest is not None and latest[0].selector == spec.selector:
+        if latest is not None and latest.spec.selector == spec.selector:
             # The same pods; only what is made of them differs.
             if self._coming is not None:
-                self._coming = (spec, *self._coming[1:])
+                self._coming = replace(self._coming, spec=spec)
             elif self._serving is not None:
-                self._serving = (spec, *self._serving[1:])
+                self._serving = replace(self._serving, spec=spec)
                 self._recompute()
             return
         self._end(self._coming)
         informer = self._make_informer(spec)
         informer.add_handler(partial(self._changed, informer))
-        run = self._spawn(informer.run())
-        self._coming = (spec, informer, [run])
-        self._coming[2].append(self._spawn(self._take_over(informer)))
+        tasks = self._spawn(informer.run()), self._spawn(self._take_over(informer))
+        self._coming = _Running(spec, informer, tasks)
 
     def stop(self) -> None:
         self._end(self._coming)
@@ -305,13 +313,13 @@ class _PodWatch:
 
     async def _take_over(self, informer: Informer[PodView]) -> None:
         await informer.wait_synced()
-        if self._coming is not None and self._coming[1] is informer:
+        if self._coming is not None and self._coming.informer is informer:
             self._end(self._serving)
             self._serving, self._coming = self._coming, None
             self._recompute()
 
     def _changed(self, informer: Informer[PodView], event: InformerEvent[PodView]) -> None:
-        if self._serving is not None and self._serving[1] is informer and not self._dirty:
+        if self._serving is not None and self._serving.informer is informer and not self._dirty:
             self._dirty = True
             asyncio.get_running_loop().call_soon(self._recompute)
 
@@ -319,15 +327,14 @@ class _PodWatch:
         self._dirty = False
         if self._serving is None:
             return
-        spec, informer, _ = self._serving
-        found = endpoints_of(spec, informer.store)
+        found = endpoints_of(self._serving.spec, self._serving.informer.store)
         if self._coming is not None:
             # The selector has changed: what only the old one would add is not wanted any more.
             present = {endpoint.id for endpoint in self._pool.snapshot.endpoints}
             found = EndpointSet(tuple(e for e in found.endpoints if e.id in present), found.remarks)
         self._pool.replace(found)
 
-    def _end(self, watch: tuple[InferencePool, Informer[PodView], list[asyncio.Task[None]]] | None) -> None:
-        for task in () if watch is None else watch[2]:
+    def _end(self, watch: _Running | None) -> None:
+        for task in () if watch is None else watch.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
