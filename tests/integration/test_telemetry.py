@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import eventually, free_port
-from tests.picker_rig import Rig, config
+from tests.integration.gateway import static_picker
+from tests.picker_rig import Rig, config, endpoint
 from tests.unit.picker.test_scoring import pick
 
 from tidemill.picker.scheduling.settings import MetricsDataSource, one_of
@@ -223,6 +225,19 @@ async def test_missing_metrics_are_said_once_and_adapters_are_not_missed(
             assert "vllm:kv_cache_usage_perc or vllm:gpu_cache_usage_perc" in said[0]
 
 
+async def test_the_label_that_names_the_engine_can_be_another() -> None:
+    both = GOOD + b"sglang:num_queue_reqs 7\nsglang:num_running_reqs 1\nsglang:token_usage 0.5\n"
+    async with exporting(Exporter(both)) as (address,):
+        rig = Rig()
+        rig.endpoints(endpoint(address, labels={"team/engine": "sglang", "llm-d.ai/engine-type": "vllm"}))
+        async with scraping(rig, engine_label="team/engine"):
+            await eventually(lambda: waiting(rig, address) == 7)
+            rig.endpoints(endpoint(address, labels={"llm-d.ai/engine-type": "sglang"}))
+            await eventually(lambda: waiting(rig, address) == 2)  # nothing is said: by its metrics
+        async with scraping(rig):
+            await eventually(lambda: waiting(rig, address) == 7)
+
+
 def test_the_interval_grows_with_the_number_of_targets() -> None:
     budget = Budget(share=0.5)
     for _ in range(2000):
@@ -238,3 +253,15 @@ def test_parameters_reach_the_scraper() -> None:
     rig = Rig(config=config(text))
     found = one_of(rig.pool.scheduler.plugins, MetricsDataSource)
     assert (found.port, found.path, found.scheme) == (7080, "/stats", "https")
+
+
+async def test_parameters_reach_who_uses_them(tmp_path: Path) -> None:
+    text = """
+plugins:
+- {type: core-metrics-extractor, parameters: {engineLabelKey: team/engine, defaultEngine: sglang}}
+- {type: utilization-detector, parameters: {metricsStalenessThreshold: 1500ms}}
+"""
+    async with static_picker(tmp_path, {"p": []}, config=config(text)) as picker:
+        options = picker._scrape_options
+        assert (options.engine_label, options.default_engine) == ("team/engine", "sglang")
+        assert picker._detector().fresh_for == 1.5

@@ -19,7 +19,6 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 EXPIRY = 5.0  # seconds after which a number is no longer known
-STALE = 0.2  # seconds after which it says nothing about saturation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.picker.load import STALE, IntArray, LoadTable
+from tidemill.picker.load import IntArray, LoadTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,12 @@ class SaturationDetector:
     kv_limit: float = 0.8
     max_requests: int = 100
     by_requests: bool = False
+    fresh_for: float = 0.2  # seconds
 
     def saturation(self, load: LoadTable, rows: IntArray, now: float) -> float:
         if not len(rows):
             return 1.0
-        fresh = load.updated[rows] >= now - STALE
+        fresh = load.updated[rows] >= now - self.fresh_for
         if self.by_requests or not fresh.any():
             return float(load.in_flight[rows].sum()) / (len(rows) * self.max_requests)
         waiting = load.waiting[rows] / self.queue_limit

@@ -298,7 +298,8 @@ class Picker:
         extractor: CoreMetricsExtractor = one_of(self._plugins, CoreMetricsExtractor)
         return ScrapeOptions(
             interval=self.options.scrape_interval, scheme=source.scheme, path=source.path, port=source.port,
-            verify=not source.insecure_skip_verify, default_engine=extractor.default_engine,
+            verify=not source.insecure_skip_verify, engine_label=extractor.engine_label_key,
+            default_engine=extractor.default_engine,
         )  # fmt: skip
 
     def _detector(self) -> SaturationDetector:
@@ -308,6 +309,7 @@ class Picker:
         return SaturationDetector(
             queue_limit=utilization.queue_depth_threshold,
             kv_limit=utilization.kv_cache_util_threshold,
+            fresh_for=utilization.metrics_staleness_threshold,
             max_requests=concurrency.max_concurrency,
             by_requests=isinstance(chosen, ConcurrencyDetector),
         )

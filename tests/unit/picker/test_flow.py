@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -251,6 +252,17 @@ class TestP31:
             talk = ask(rig)
             assert talk.destination == A
             talk.send(response_headers(eos=True))
+
+    @pytest.mark.parametrize(("fresh_for", "saturation"), [(0.2, 0.5), (0.5, 0.0)])
+    def test_how_long_numbers_count_as_fresh(self, fresh_for: float, saturation: float) -> None:
+        rig = Rig()
+        rig.endpoints(A, B)
+        rig.read(A, waiting=0, kv_usage=0.0)
+        rig.now += 0.3
+        rig.read(B, waiting=0, kv_usage=0.0)
+        rows = np.array([rig.seat(A).row, rig.seat(B).row])
+        detector = SaturationDetector(fresh_for=fresh_for)
+        assert detector.saturation(rig.pool.load, rows, rig.now) == saturation
 
     def test_one_fresh_gets_it_all(self) -> None:
         rig = waiting_rig()

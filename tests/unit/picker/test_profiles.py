@@ -11,7 +11,7 @@ from tests.unit.picker.test_scoring import hold, pick
 from tidemill.api.problem import InvalidObjectError
 from tidemill.picker.load import Lora
 from tidemill.picker.scheduling.plugin import Outcome
-from tidemill.picker.scheduling.scheduler import Scheduler
+from tidemill.picker.scheduling.scheduler import PLUGIN_TYPES, Scheduler
 
 ROLE = "llm-d.ai/role"
 GUIDE = """
@@ -51,6 +51,10 @@ plugins:
         ("kind: Pod", ["'Pod'", "must be EndpointPickerConfig"]),
         ("plugins: [{type: metrics-data-source, parameters: {port: 0}}]", ["metrics-data-source", "port", "'0'"]),
         ("plugins: [{type: metrics-data-source, parameters: {port: 70000}}]", ["port", "'70000'"]),
+        (
+            "plugins: [{type: utilization-detector, parameters: {metricsStalenessThreshold: 200}}]",
+            ["metricsStalenessThreshold", "duration"],
+        ),
         (
             "plugins: [{type: disagg-profile-handler}]\nschedulingProfiles: [{name: default}]",
             ["'decode'", "default"],
@@ -99,6 +103,29 @@ def test_two_prefix_indexes_of_different_shape_are_refused() -> None:
     """
     with pytest.raises(InvalidObjectError, match=r"blockSizeTokens.*one prefix index"):
         Rig(config=config(text))
+
+
+def test_parameters_without_effect_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+    plugins:
+    - {type: active-request-scorer, parameters: {requestTimeout: 2m, idleThreshold: 1}}
+    - {type: pd-profile-handler, parameters: {threshold: 10}}
+    - {type: queue-scorer, name: prefill}
+    schedulingProfiles:
+    - {name: decode, plugins: [{pluginRef: active-request-scorer}]}
+    - {name: prefill, plugins: [{pluginRef: prefill}]}
+    """
+    Rig(config=config(text))
+    said = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert len(said) == 2
+    assert "requestTimeout" in said[0]
+    assert "threshold" in said[1]
+    assert "pd-profile-handler" in said[1]
+
+
+def test_parameters_that_are_said_to_have_no_effect_are_parameters() -> None:
+    for kind in PLUGIN_TYPES.values():
+        assert kind.without_effect <= kind.model_fields.keys()
 
 
 def test_small_blocks_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from tidemill.api.inference import (
     ACTIVE_PORTS_ANNOTATION,
     ACTIVE_PORTS_ANNOTATION_OLDER,
-    ENGINE_TYPE_LABEL,
     InferencePool,
 )
 from tidemill.kube.conditions import find_condition
@@ -51,11 +50,6 @@ class Endpoint:
     restarts: int = 0
     other_addresses: tuple[str, ...] = ()  # of the pod's other IP family
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    @property
-    def engine(self) -> str:
-        """Engine named by the pod's label; empty when it says nothing."""
-        return self.labels.get(ENGINE_TYPE_LABEL, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Plugin(StrictModel):
-    """Base of all. Its fields are the parameters that a configuration may give."""
+    """Base of all. Its fields are the parameters that a configuration may give. Those `without_effect` are taken
+    because configurations of the original have them, and said when they are given."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
 
 class Filter(Plugin):

@@ -106,6 +106,10 @@ class DisaggProfileHandler(ProfileHandler):
     hash_block_size: int | None = None
     threshold: int | None = None
     primary_port: int | None = None
+    # Of the older pd-profile-handler, which decided by itself; a decider does now.
+    without_effect = frozenset(
+        {"prefix_plugin_name", "prefix_plugin_type", "hash_block_size", "threshold", "primary_port"}
+    )
     _decider: Decider | None = PrivateAttr(default=None)
 
     @property

@@ -130,10 +130,14 @@ def _instantiate(config: EndpointPickerConfig, where: str) -> dict[str, Plugin]:
             problems.append(Problem(where, f"plugins.{index}.type", spec.type, rule))
             continue
         try:
-            plugins[spec.name] = kind.model_validate(spec.parameters or {})
+            plugin = plugins[spec.name] = kind.model_validate(spec.parameters or {})
         except ValidationError as error:
             prefix = f"plugins.{index} ({_label(spec)}) parameters"
             problems += problems_of(where, error.errors(), prefix=prefix)
+            continue
+        for name in sorted(plugin.without_effect & plugin.model_fields_set):
+            field = kind.model_fields[name].alias or name
+            log.warning("parameter has no effect here", config=where, plugin=_label(spec), parameter=field)
     if problems:
         raise InvalidObjectError(problems)
     return plugins

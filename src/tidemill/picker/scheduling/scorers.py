@@ -66,6 +66,7 @@ class PrefixCacheScorer(Scorer):
     lru_capacity_per_server: Annotated[int | None, Field(ge=1)] = None
     auto_tune: bool | None = None
     prefix_match_info_producer_name: str = ""
+    without_effect = frozenset({"auto_tune", "prefix_match_info_producer_name"})  # there is one index
 
     def score(self, cycle: Cycle) -> FloatArray:
         total = cycle.blocks.total
@@ -122,7 +123,8 @@ class ActiveRequestScorer(Scorer):
 
     idle_threshold: Annotated[int, Field(ge=0)] = 0
     max_busy_score: Annotated[float, Field(ge=0, le=1)] = 1.0
-    request_timeout: str | None = None  # of the original's cache; releases here are events, not time-outs
+    request_timeout: str | None = None
+    without_effect = frozenset({"request_timeout"})  # releases here are events, not time-outs
 
     def score(self, cycle: Cycle) -> FloatArray:
         active = cycle.in_flight
@@ -157,6 +159,7 @@ class NoHitLruScorer(Scorer):
     lru_size: Annotated[int, Field(ge=1)] = 1024
     prefix_plugin_name: str = ""
     prefix_match_info_producer_name: str = ""
+    without_effect = frozenset({"prefix_plugin_name", "prefix_match_info_producer_name"})  # there is one index
     _used: OrderedDict[EndpointId, None] = PrivateAttr(default_factory=OrderedDict)
 
     def score(self, cycle: Cycle) -> FloatArray:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tidemill.api.inference import ENGINE_TYPE_LABEL
+from tidemill.api.picker_config import Seconds
 from tidemill.picker.scheduling.plugin import Plugin, Setting
 
 
@@ -18,6 +20,7 @@ class ApproxPrefixCacheProducer(Setting):
     max_prefix_blocks_to_match: Annotated[int | None, Field(ge=1)] = None
     lru_capacity_per_server: Annotated[int | None, Field(ge=1)] = None
     auto_tune: bool | None = None
+    without_effect = frozenset({"auto_tune"})  # what an engine says of its cache is always heeded
 
 
 class InflightLoadProducer(Setting):
@@ -34,17 +37,19 @@ class MetricsDataSource(Setting):
 
 
 class CoreMetricsExtractor(Setting):
-    engine_label_key: str = "llm-d.ai/engine-type"
+    """Which label of a pod names its engine, and the engine of those without."""
+
+    engine_label_key: Annotated[str, Field(min_length=1)] = ENGINE_TYPE_LABEL
     default_engine: str = ""
 
 
 class UtilizationDetector(Setting):
     """Saturation of an endpoint: max(waiting / queueDepthThreshold, kv / kvCacheUtilThreshold); of the pool,
-    their mean."""
+    their mean. Numbers older than `metricsStalenessThreshold` count as full."""
 
     queue_depth_threshold: Annotated[float, Field(gt=0)] = 5
     kv_cache_util_threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
-    metrics_staleness_threshold: str = "200ms"
+    metrics_staleness_threshold: Annotated[Seconds, Field(gt=0)] = 0.2
 
 
 class ConcurrencyDetector(Setting):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import httptools
 import structlog
 
+from tidemill.api.inference import ENGINE_TYPE_LABEL
 from tidemill.picker.load import LoadTable, Reading, Seat
 from tidemill.picker.pools.endpoints import Endpoint, EndpointId
 from tidemill.picker.pools.pool import Pool
@@ -31,16 +32,21 @@ _SHARE = 0.5  # of one processor core, for all scrapes of a process
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeOptions:
     """`interval` and `timeout` in seconds. `port`, `path` and `scheme` say where engines export their metrics,
-    when it is not at the endpoint itself."""
+    when it is not at the endpoint itself; `engine_label` names the label of a pod that names its engine."""
 
     interval: float = 0.05
     timeout: float = 1.0
     scheme: str = "http"
     path: str = "/metrics"
     port: int | None = None
+    engine_label: str = ENGINE_TYPE_LABEL
     default_engine: str = ""
     verify: bool = False
     longest_backoff: float = 1.0
+
+    def engine_of(self, endpoint: Endpoint) -> str:
+        """The engine that the endpoint's pod is labelled with; empty when it says nothing."""
+        return endpoint.labels.get(self.engine_label, "")
 
 
 class Budget:
@@ -141,8 +147,8 @@ class _Target(asyncio.Protocol):
         self._scraper = scraper
         self._seat = seat
         self._address = endpoint.address
-        self._engine_label = endpoint.engine
         options = scraper.options
+        self._engine_named = options.engine_of(endpoint)
         host, _, port = endpoint.address.rpartition(":")
         self._host, self._port = host.strip("[]"), options.port or int(port)
         self._url = f"{options.scheme}://{host}:{self._port}{options.path}"
@@ -150,7 +156,7 @@ class _Target(asyncio.Protocol):
             f"GET {options.path} HTTP/1.1\r\nHost: {host}:{self._port}\r\nAccept: text/plain\r\n"
             "User-Agent: tidemill-picker\r\n\r\n"
         ).encode()
-        named = endpoint.engine or options.default_engine
+        named = self._engine_named or options.default_engine
         self._extractor = Extractor(engine_named(named))
         if named and engine_named(named) is None:
             self._say("engine type of the endpoint is not known; it is found by its metrics", engine=named)
@@ -169,7 +175,8 @@ class _Target(asyncio.Protocol):
         self._stopped = False
 
     def moved(self, endpoint: Endpoint) -> bool:
-        return endpoint.address != self._address or endpoint.engine != self._engine_label
+        named = self._scraper.options.engine_of(endpoint)
+        return endpoint.address != self._address or named != self._engine_named
 
     def begin(self) -> None:
         # Spread over the interval, so that not all come at once, now or later.
