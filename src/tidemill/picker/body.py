@@ -87,14 +87,9 @@ def parse_body(body: bytes, api: Api | None, headers: HeaderLookup) -> ParsedBod
     salt = content.get("cache_salt")
     chains, multimodal = _chains(api, content)
     return ParsedBody(
-        model=model or "",
-        prompt=Prompt(tuple(chains)),
-        salt=salt if isinstance(salt, str) else "",
-        stream=content.get("stream") is True,
-        multimodal=multimodal,
-        raw=body,
-        decoded=decoded,
-    )
+        model or "", Prompt(tuple(chains)), salt if isinstance(salt, str) else "", content.get("stream") is True,
+        multimodal, body, decoded,
+    )  # fmt: skip
 
 
 def replace_model(body: bytes, model: str) -> bytes:

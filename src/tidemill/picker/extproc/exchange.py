@@ -288,9 +288,7 @@ class Exchange:
         self.state = _DECIDING
         self._body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
-        request = GatewayRequest(
-            headers=self._headers, body=self._body, subset=self._subset, pool=self._pool, port=self._info.port
-        )
+        request = GatewayRequest(self._headers, self._body, self._subset, self._pool, self._info.port)
         cancel = self._director.admit(request, self._decided)
         if self.state is _DECIDING:
             self._cancel = cancel

@@ -29,11 +29,11 @@ class MaxScorePicker(_TakesSeveral):
     def pick(self, cycle: Cycle, totals: FloatArray) -> list[int]:
         count = self.number(cycle)
         if count == 1:
-            best = (totals >= np.maximum.reduce(totals) - _EQUAL).nonzero()[0]
+            best = (totals >= totals.item(totals.argmax()) - _EQUAL).nonzero()[0]
             if len(best) > 1:
                 busy = cycle.in_flight[best]
-                best = best[busy == busy.min()]
-            return [int(best[int(cycle.rng.random() * len(best))] if len(best) > 1 else best[0])]
+                best = best[busy == busy.item(busy.argmin())]
+            return [best.item(int(cycle.rng.random() * len(best)) if len(best) > 1 else 0)]
         lots = np.array([cycle.rng.random() for _ in range(len(cycle))])
         rounded = np.round(totals / _EQUAL) if totals.any() else totals
         return np.lexsort((lots, cycle.in_flight, -rounded))[:count].tolist()

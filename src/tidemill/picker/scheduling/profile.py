@@ -51,11 +51,11 @@ class Profile:
         if totals is None:
             totals = np.zeros(len(cycle))
         positions = self.picker.pick(cycle, totals)
-        endpoints = cycle.endpoints
+        endpoints, rows = cycle.endpoints, cycle.rows
         chosen = Chosen(
             tuple([endpoints[i] for i in positions]),
-            tuple([int(cycle.rows[i]) for i in positions]),
-            tuple([float(totals[i]) for i in positions]),
+            tuple([rows.item(i) for i in positions]),
+            tuple([totals.item(i) for i in positions]),
         )
         for scorer in self.remembering:
             scorer.picked(cycle, chosen.endpoints[0])

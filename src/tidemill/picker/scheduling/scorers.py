@@ -20,9 +20,12 @@ TOKEN_LOAD_SCALE = 4_194_304
 
 def _fewer_is_better(values: FloatArray) -> FloatArray:
     """(max - v) / (max - min) over what is known; 1 for all when all are equal."""
-    high, low = np.maximum.reduce(values), np.minimum.reduce(values)
+    # By position, which is several times faster than by value; a NaN counts as both extremes.
+    high, low = values.item(values.argmax()), values.item(values.argmin())
     if high > low:
-        return (high - values) / (high - low)
+        scores = high - values
+        scores /= high - low
+        return scores
     if high == low:
         return np.ones(len(values))
     # Not all are known.
