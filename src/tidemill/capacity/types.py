@@ -8,6 +8,16 @@ from decimal import Decimal
 from enum import StrEnum
 
 
+class Role(StrEnum):
+    """What a variant does for a request. Roles are separate capacities: what one has too much of is of no use to
+    another."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODE = "encode"
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """Load of one replica that reports. Decimals, so that thresholds compare exactly."""
@@ -32,10 +42,19 @@ class VariantState:
     max_replicas: int | None = None
     # Its pending replicas did not start within the deadline: nothing waits for them any more.
     stalled: bool = False
+    role: Role = Role.BOTH
+    accelerator: str = "unknown"
+    gpus: int | None = None  # of one replica; None when its pod template does not say
 
     @property
     def pending(self) -> int:
         return max(0, self.current - self.ready)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it has no replica because somebody else wants it so: what this autoscaler took to 0 it may
+        bring back."""
+        return self.current == 0 and self.desired != 0
 
 
 class Direction(StrEnum):
@@ -62,6 +81,9 @@ class Cause(StrEnum):
     IN_USE_AGAIN = "InUseAgain"
     BELOW_MINIMUM = "BelowMinimum"
     ABOVE_MAXIMUM = "AboveMaximum"
+    DEMAND = "DemandAboveCapacity"
+    ANALYZERS_DISAGREE = "AnalyzersDisagree"
+    ACCELERATORS_SHORT = "AcceleratorsShort"
 
 
 @dataclass(frozen=True, slots=True)

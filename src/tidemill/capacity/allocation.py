@@ -1,0 +1,157 @@
+"""From needs to replicas, greedily: the compatible way, and what stands in when the exact one has no time.
+
+Growth goes to the lowest cost per capacity first, shrinking to the highest cost first. Where accelerators are
+short they go one replica at a time to the model with the highest priority times missing replicas (ties: the one
+with the least to spare), so that each has its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from tidemill.capacity.inventory import Inventory
+from tidemill.capacity.needs import Need, ordered, spare_share
+from tidemill.capacity.report import ZERO, replicas_for
+from tidemill.capacity.types import VariantState
+
+VariantKey = tuple[str, str]
+"""Model (with its namespace) and variant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Replicas by variant. `short` says by model and role how a need was cut, `how` which optimizer it was."""
+
+    replicas: Mapping[VariantKey, int]
+    short: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    how: str = "greedy"
+
+
+def allocate(needs: Sequence[Need], inventory: Inventory) -> Allocation:
+    """Replicas of every variant of every need; those of a need that neither grows nor shrinks stay."""
+    replicas: dict[VariantKey, int] = {}
+    growing: list[Need] = []
+    for need in ordered(needs):
+        for variant in need.variants:
+            replicas[need.model, variant.name] = variant.current
+        if need.growing:
+            growing.append(need)
+        elif need.may_shrink:
+            for name, count in shrink(need).items():
+                replicas[need.model, name] -= count
+    plans = [(need, grow(need)) for need in growing]
+    short = fit(plans, inventory)
+    for need, plan in plans:
+        for name, count in plan.items():
+            replicas[need.model, name] += count
+    return Allocation(replicas=replicas, short=short)
+
+
+def grow(need: Need) -> dict[str, int]:
+    """Replicas to add: as many of the cheapest for what is missing as its maximum allows, then the next."""
+    left = {report.analyzer: report.required for report in need.growing}
+
+    def missing(variant: VariantState) -> Decimal:
+        return max((left[r.analyzer] / r.per_replica[variant.name] for r in need.growing), default=ZERO)
+
+    added: dict[str, int] = {}
+    candidates = [variant for variant in need.variants if need.may_grow(variant)]
+    for variant in sorted(candidates, key=lambda v: (v.cost * need.missing(v.name), v.name)):
+        count = replicas_for(max(ZERO, missing(variant)), Decimal(1))
+        if variant.max_replicas is not None:
+            count = min(count, variant.max_replicas - variant.current)
+        if count <= 0:
+            continue
+        added[variant.name] = count
+        for report in need.growing:
+            left[report.analyzer] -= count * report.per_replica[variant.name]
+    return added
+
+
+def shrink(need: Need) -> dict[str, int]:
+    """Replicas to take away, the dearest first. One replica of the role stays, of the cheapest variant."""
+    left = {report.analyzer: report.spare for report in need.votes}
+    candidates = [variant for variant in need.variants if variant.current > 0 and need.can_judge(variant)]
+    others = sum(variant.current for variant in need.variants)
+    removed: dict[str, int] = {}
+    for variant in sorted(candidates, key=lambda v: (v.cost, v.name), reverse=True):
+        count = need.removable(variant, left)
+        count = min(count, others - 1)
+        if count <= 0:
+            continue
+        removed[variant.name] = count
+        others -= count
+        for report in need.votes:
+            left[report.analyzer] -= count * report.per_replica[variant.name]
+    return removed
+
+
+def fit(plans: Sequence[tuple[Need, dict[str, int]]], inventory: Inventory) -> dict[tuple[str, str], str]:
+    """Cut the plans in place to the accelerators that are free; says by need what was cut.
+
+    A variant whose accelerator is not known may take any, so that never more is granted than exists in all.
+    """
+    if inventory.unknown:
+        return {}
+    free = inventory.free()
+    wanted = {(need.model, need.role.value): dict(plan) for need, plan in plans}
+    for _, plan in plans:
+        for name in plan:
+            plan[name] = 0
+    open_plans = [(need, plan) for need, plan in plans if plan]
+    while open_plans:
+        need, plan = max(open_plans, key=lambda item: _claim(*item, wanted))
+        want = wanted[need.model, need.role.value]
+        variants = {variant.name: variant for variant in need.variants}
+        for name in sorted(want, key=lambda n: (variants[n].cost * need.missing(n), n)):
+            if plan[name] < want[name] and _take(variants[name], free):
+                plan[name] += 1
+                break
+        else:
+            open_plans = [item for item in open_plans if item[0] is not need]
+            continue
+        if plan == want:
+            open_plans = [item for item in open_plans if item[0] is not need]
+    short: dict[tuple[str, str], str] = {}
+    for need, plan in plans:
+        want = wanted[need.model, need.role.value]
+        cuts = [
+            f"{want[v.name]} more of {v.name} wanted, {plan[v.name]} granted: {v.gpus or 1} {v.accelerator} each, "
+            f"{inventory.free().get(v.accelerator, 0)} of {inventory.total.get(v.accelerator, 0)} free"
+            for v in need.variants
+            if v.name in want and plan[v.name] < want[v.name]
+        ]
+        if cuts:
+            short[need.model, need.role.value] = "; ".join(cuts)
+    return short
+
+
+def _claim(
+    need: Need, plan: Mapping[str, int], wanted: Mapping[tuple[str, str], Mapping[str, int]]
+) -> tuple[Decimal, Decimal, tuple[int, ...]]:
+    """How strongly a need asks for the next replica: priority times what it still misses, then how little it has
+    to spare, then by name."""
+    want = wanted[need.model, need.role.value]
+    missing = sum(want.values()) - sum(plan.values())
+    name = tuple(-ord(letter) for letter in need.model)  # the first by name is the largest
+    return need.priority * missing, -spare_share(need), name
+
+
+def _take(variant: VariantState, free: dict[str, int]) -> bool:
+    """Take the devices of one replica; False when there are not enough of them."""
+    size = variant.gpus or 1
+    if variant.accelerator in free:
+        if free[variant.accelerator] < size:
+            return False
+        free[variant.accelerator] -= size
+        return True
+    if variant.accelerator != "unknown":
+        return False
+    # Any product will do, but one replica is not spread over two.
+    for product in sorted(free, key=lambda p: (-free[p], p)):
+        if free[product] >= size:
+            free[product] -= size
+            return True
+    return False
