@@ -44,6 +44,8 @@ class ManagerConfig:
     freshness: FreshnessThresholds = FreshnessThresholds()
     prometheus: PrometheusConfig = PrometheusConfig()
     scale_to_zero: bool = False  # for models that no entry of the scale-to-zero map speaks of
+    limited_mode: bool = False  # no more than the nodes have accelerators for
+    node_selector: tuple[tuple[str, str], ...] = ()  # labels of the nodes that count
 
 
 def _boolean(text: str) -> bool:
@@ -67,6 +69,13 @@ def _positive(text: str) -> float:
     return seconds
 
 
+def _labels(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if any(not key or not equals for key, equals, _ in pairs):
+        raise ValueError("must be labels, as in key=value,other=value")
+    return tuple((key.strip(), value.strip()) for key, _, value in pairs)
+
+
 def _url(text: str) -> str:
     if text and not text.startswith(("http://", "https://")):
         raise ValueError("must be a URL that starts with http:// or https://")
@@ -84,6 +93,8 @@ class _Key:
 KEYS: Mapping[str, _Key] = {
     "GLOBAL_OPT_INTERVAL": _Key("", "interval", _interval),
     "WVA_SCALE_TO_ZERO": _Key("", "scale_to_zero", _boolean),
+    "WVA_LIMITED_MODE": _Key("", "limited_mode", _boolean),
+    "WVA_NODE_SELECTOR": _Key("", "node_selector", _labels),
     "PROMETHEUS_BASE_URL": _Key("prometheus", "base_url", _url, True),
     "PROMETHEUS_TLS_INSECURE_SKIP_VERIFY": _Key("prometheus", "tls_insecure_skip_verify", _boolean, True),
     "PROMETHEUS_CA_CERT_PATH": _Key("prometheus", "ca_cert_path", str, True),

@@ -29,8 +29,10 @@ from tidemill.api.names import (
 )
 from tidemill.api.problem import Problem
 from tidemill.api.saturation_config import (
+    FleetSettings,
     SaturationSettings,
     read_saturation_map,
+    resolve_fleet,
     resolve_saturation,
 )
 from tidemill.api.scale_to_zero_config import (
@@ -116,6 +118,11 @@ class Configuration:
         for view, _ in found:
             self._tell(view, [p for p in problems if p.object == _name(view.key)], f"{namespace}/{model}")
         return settings
+
+    def fleet(self) -> FleetSettings:
+        """What holds for all models at once."""
+        found = self._layers.get((SATURATION_CONFIG, self._namespace))
+        return resolve_fleet(None if found is None else found[1], limited=self.manager.limited_mode)
 
     def scale_to_zero(self, *, model: str, namespace: str, tracked: bool) -> ScaleToZeroSettings:
         """Whether one model may sleep, and after how long."""

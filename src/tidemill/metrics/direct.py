@@ -11,13 +11,17 @@ import aiohttp
 import structlog
 
 from tidemill.metrics.exposition import parse
+from tidemill.metrics.pickers import PickerPoll
 from tidemill.metrics.samples import (
+    CACHE_CONFIG,
+    COUNTERS,
     KV_USAGE,
     KV_USAGE_OLDER,
     QUEUE_LENGTH,
     REQUESTS,
     RUNNING,
     Gauge,
+    Quantity,
     ScrapeTarget,
     SeriesId,
     SeriesSample,
@@ -25,7 +29,8 @@ from tidemill.metrics.samples import (
 )
 
 log = structlog.get_logger(__name__)
-_WANTED = frozenset({KV_USAGE, KV_USAGE_OLDER, QUEUE_LENGTH, RUNNING, REQUESTS})
+_QUANTITY_OF = {name: quantity for quantity, names in COUNTERS.items() for name in names}
+_WANTED = frozenset({KV_USAGE, KV_USAGE_OLDER, QUEUE_LENGTH, RUNNING, REQUESTS, CACHE_CONFIG, *_QUANTITY_OF})
 _KEPT_SECONDS = 300.0  # a gauge that nobody has seen for so long is forgotten
 
 
@@ -50,6 +55,25 @@ class _Window:
 
 
 @dataclass(slots=True)
+class _Counter:
+    """Totals of one counter over the last seconds."""
+
+    totals: deque[tuple[float, float]] = field(default_factory=deque)  # time, total
+
+    def add(self, now: float, total: float, length: float) -> None:
+        if self.totals and total < self.totals[-1][1]:
+            self.totals.clear()  # the process began anew
+        self.totals.append((now, total))
+        while self.totals[0][0] < now - length:
+            self.totals.popleft()
+
+    def rate(self) -> float | None:
+        """Per second; None before there are two readings."""
+        (since, first), (until, last) = self.totals[0], self.totals[-1]
+        return (last - first) / (until - since) if until > since else None
+
+
+@dataclass(slots=True)
 class _Served:
     """The counter of served requests of one model: since when it is watched, when it last moved."""
 
@@ -67,6 +91,13 @@ class _Scraped:
     queue: dict[tuple[str, str], _Window] = field(default_factory=dict)
     running: dict[tuple[str, str], _Window] = field(default_factory=dict)
     served: dict[str, _Served] = field(default_factory=dict)  # by model
+    counters: dict[tuple[str, str], dict[Quantity, _Counter]] = field(default_factory=dict)
+    caches: dict[str, int] = field(default_factory=dict)  # tokens by engine
+
+    def rates(self, key: tuple[str, str]) -> dict[Quantity, float]:
+        found = {quantity: counter.rate() for quantity, counter in self.counters.get(key, {}).items()}
+        return {quantity: rate for quantity, rate in found.items() if rate is not None}
+
     task: asyncio.Task[None] | None = None
     failing: str = ""
 
@@ -76,9 +107,14 @@ class DirectSource:
 
     name = "direct"
 
-    def __init__(self, *, interval: float = 1.0, window: float = 15.0, timeout: float = 1.0) -> None:
+    def __init__(
+        self, *, interval: float = 1.0, window: float = 15.0, rate_window: float = 60.0, timeout: float = 1.0,
+        pickers: PickerPoll | None = None,
+    ) -> None:  # fmt: skip
         self._interval = interval
         self._window = window
+        self._rate_window = rate_window
+        self._pickers = pickers
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._session: aiohttp.ClientSession | None = None
         self._scraped: dict[ScrapeTarget, _Scraped] = {}
@@ -93,7 +129,9 @@ class DirectSource:
             scraped = self._scraped[target] = _Scraped(target)
             scraped.task = asyncio.create_task(self._run(scraped))
 
-    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
+    async def collect(
+        self, models: Mapping[str, float | None], *, deadline: float, in_depth: bool = False
+    ) -> Snapshot:
         now = asyncio.get_running_loop().time()
         series: list[SeriesSample] = []
         for target in sorted(self._scraped):
@@ -107,9 +145,13 @@ class DirectSource:
                         kv.gauge(now, self._window) if kv else None,
                         queue.gauge(now, self._window) if queue else None,
                         running.gauge(now, self._window) if running else None,
+                        scraped.caches.get(engine),
+                        scraped.rates(key),
                     )
                 )
-        return Snapshot(series=tuple(series), failures={}, requests=self._requests(models, now))
+        waiting = await self._pickers.read() if in_depth and self._pickers is not None else ()
+        requests = self._requests(models, now)
+        return Snapshot(series=tuple(series), failures={}, requests=requests, picker_queues=waiting)
 
     def _requests(self, models: Mapping[str, float | None], now: float) -> dict[tuple[str, str], float]:
         """1 for a model that served anything within its retention period, 0 for one that did not. A counter
@@ -171,6 +213,15 @@ class DirectSource:
                 continue
             if sample.name == REQUESTS:
                 totals[key[0]] = totals.get(key[0], 0.0) + sample.value
+                continue
+            if (quantity := _QUANTITY_OF.get(sample.name)) is not None:
+                counters = scraped.counters.setdefault(key, {})
+                counters.setdefault(quantity, _Counter()).add(now, sample.value, self._rate_window)
+                continue
+            if sample.name == CACHE_CONFIG:
+                blocks, size = sample.labels.get("num_gpu_blocks", ""), sample.labels.get("block_size", "")
+                if blocks.isdigit() and size.isdigit():
+                    scraped.caches[key[1]] = int(blocks) * int(size)
                 continue
             windows = by_name.get(sample.name, scraped.kv)
             windows.setdefault(key, _Window()).add(now, sample.value, self._window)

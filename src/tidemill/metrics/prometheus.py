@@ -21,12 +21,18 @@ import structlog
 from tidemill.api.manager_config import PrometheusConfig
 from tidemill.metrics.promql import any_of
 from tidemill.metrics.samples import (
+    CACHE_CONFIG,
+    COUNTERS,
     KV_USAGE,
     KV_USAGE_OLDER,
+    PICKER_QUEUE,
+    PICKER_QUEUE_BYTES,
     QUEUE_LENGTH,
     REQUESTS,
     RUNNING,
     Gauge,
+    PickerQueue,
+    Quantity,
     ScrapeTarget,
     SeriesId,
     SeriesSample,
@@ -38,6 +44,8 @@ Query: TypeAlias = Callable[[str], str]
 """PromQL for given label matchers, such as `{model_name="m"}`; "" asks for everything."""
 
 WINDOW_SECONDS = 60
+RATE_SECONDS = 300  # over which requests are averaged
+LATENCY_SECONDS = 60
 GROUP = "namespace, pod, pod_name, model_server_pod, instance, engine, model_name, llm_d_ai_variant"
 SPLIT_FANOUT = 8
 MAX_QUERIES = 256  # in one cycle with failures; without any it is four
@@ -145,6 +153,7 @@ class PrometheusSource:
         self._batch_timeout = batch_timeout
         self._split_timeout = split_timeout
         self._intervals = _IntervalEstimate()
+        self._caches: dict[_EngineId, int] = {}  # the last that was read: a cache does not change its size
 
     def set_targets(self, targets: Iterable[ScrapeTarget]) -> None:
         pass
@@ -152,7 +161,9 @@ class PrometheusSource:
     async def close(self) -> None:
         await self._client.close()
 
-    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
+    async def collect(
+        self, models: Mapping[str, float | None], *, deadline: float, in_depth: bool = False
+    ) -> Snapshot:
         cycle = _Cycle(
             self._client, sorted(models), asyncio.get_running_loop().time() + deadline, self._batch_timeout,
             self._split_timeout,
@@ -170,12 +181,13 @@ class PrometheusSource:
             return f"time() - max by ({GROUP}) ({' or '.join(parts)})"
 
         kv_names, queue_names = (KV_USAGE, KV_USAGE_OLDER), (QUEUE_LENGTH,)
-        kv, kv_age, queue, queue_age, (running, requests) = await asyncio.gather(
+        kv, kv_age, queue, queue_age, (running, requests), (rates, caches, picker_queues) = await asyncio.gather(
             cycle.ask(lambda matchers: value(kv_names, matchers)),
             cycle.ask(lambda matchers: age(kv_names, matchers)),
             cycle.ask(lambda matchers: value(queue_names, matchers)),
             cycle.ask(lambda matchers: age(queue_names, matchers)),
-            self._usage(cycle, models),
+            self._usage(cycle, models, in_depth=in_depth),
+            self._depth(cycle) if in_depth else _nothing(),
         )
         ages = {**kv_age, **queue_age}
         interval = self._intervals.observe({id_: -age_ for id_, age_ in ages.items()}, _now())
@@ -192,20 +204,41 @@ class PrometheusSource:
                 _gauge(queue, queue_age, id_),
                 # Read at the same time as the queue, so it is as old.
                 _gauge(running, queue_age, id_),
+                caches.get(_engine_id(id_)),
+                rates.get(id_, {}),
             )
             for id_ in sorted(kv.keys() | queue.keys())
             if id_.model not in cycle.failures
         )
         return Snapshot(
-            series=series, failures=cycle.failures, requests=requests, queries=cycle.queries, notes=notes
+            series=series, failures=cycle.failures, requests=requests, picker_queues=picker_queues,
+            queries=cycle.queries, notes=notes,
+        )  # fmt: skip
+
+    async def _depth(
+        self, cycle: _Cycle
+    ) -> tuple[dict[SeriesId, dict[Quantity, float]], Mapping[_EngineId, int], tuple[PickerQueue, ...]]:
+        """What requests are like, what caches hold, and what waits at endpoint pickers."""
+        rates, caches, waiting = await asyncio.gather(
+            cycle.ask_tagged(_rates), cycle.ask_rows(_CACHES), cycle.ask_rows(_PICKER_QUEUES)
         )
+        by_series: dict[SeriesId, dict[Quantity, float]] = {}
+        for (tag, id_), value in rates.items():
+            if math.isfinite(value):
+                by_series.setdefault(id_, {})[Quantity(tag)] = value
+        for labels, _ in caches:
+            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+            if blocks.isdigit() and size.isdigit():
+                self._caches[_engine_id(_series_id(labels))] = int(blocks) * int(size)
+        return by_series, self._caches, _picker_queues(waiting)
 
     async def _usage(
-        self, cycle: _Cycle, models: Mapping[str, float | None]
+        self, cycle: _Cycle, models: Mapping[str, float | None], *, in_depth: bool
     ) -> tuple[dict[SeriesId, float], dict[tuple[str, str], float]]:
-        """What runs, and what was served within the retention period; asked only for models that may sleep."""
+        """What runs, and what was served within the retention period; asked only where a model may sleep or is
+        looked at in depth."""
         retentions = sorted({seconds for seconds in models.values() if seconds is not None})
-        if not retentions:
+        if not retentions and not in_depth:
             return {}, {}
         running, *counts = await asyncio.gather(
             cycle.ask(lambda matchers: f"max by ({GROUP}) ({RUNNING}{matchers})"),
@@ -248,6 +281,10 @@ class _Cycle:
 
     async def ask(self, query: Query) -> dict[SeriesId, float]:
         """Values by series of `query`."""
+        return {id_: value for (_, id_), value in (await self.ask_tagged(query)).items()}
+
+    async def ask_tagged(self, query: Query) -> dict[tuple[str, SeriesId], float]:
+        """The same for several queries in one, whose rows a label `quantity` tells apart."""
         try:
             return await self._run(query(""), self._batch_timeout)
         except PrometheusError as error:
@@ -257,15 +294,26 @@ class _Cycle:
             log.info("batched query failed, asking by model", error=str(error))
         return await self._split(query, self._models)
 
-    async def _split(self, query: Query, models: list[str]) -> dict[SeriesId, float]:
+    async def ask_rows(self, query: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each row, for series that name no model and so cannot be asked for by model: what
+        fails is said in the log, and nobody's failure."""
+        self.queries += 1
+        try:
+            rows = await self._client.query(query, self._batch_timeout)
+        except PrometheusError as error:
+            log.warning("query failed", query=query, error=str(error))
+            return []
+        return [(row.labels, row.value) for row in rows]
+
+    async def _split(self, query: Query, models: list[str]) -> dict[tuple[str, SeriesId], float]:
         size = -(-len(models) // SPLIT_FANOUT)
         groups = [models[start : start + size] for start in range(0, len(models), size)]
-        found: dict[SeriesId, float] = {}
+        found: dict[tuple[str, SeriesId], float] = {}
         for part in await asyncio.gather(*(self._ask_group(query, group) for group in groups)):
             found |= part
         return found
 
-    async def _ask_group(self, query: Query, models: list[str]) -> dict[SeriesId, float]:
+    async def _ask_group(self, query: Query, models: list[str]) -> dict[tuple[str, SeriesId], float]:
         left = self._deadline - asyncio.get_running_loop().time()
         if left < 0.05 or self.queries >= MAX_QUERIES:
             spent = "time" if left < 0.05 else "number of queries"
@@ -280,9 +328,10 @@ class _Cycle:
                 return {}
         return await self._split(query, models)
 
-    async def _run(self, query: str, timeout: float) -> dict[SeriesId, float]:
+    async def _run(self, query: str, timeout: float) -> dict[tuple[str, SeriesId], float]:
         self.queries += 1
-        return {_series_id(row.labels): row.value for row in await self._client.query(query, timeout)}
+        rows = await self._client.query(query, timeout)
+        return {(row.labels.get("quantity", ""), _series_id(row.labels)): row.value for row in rows}
 
 
 class _IntervalEstimate:
@@ -327,6 +376,62 @@ def _ssl_context(config: PrometheusConfig) -> ssl.SSLContext | bool:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+_EngineId: TypeAlias = tuple[str, str, str, str]
+
+
+def _engine_id(id_: SeriesId) -> _EngineId:
+    """An engine whatever it serves: vllm:cache_config_info names no model."""
+    return (id_.namespace, id_.pod, id_.instance, id_.engine)
+
+
+_CACHES = f"max by ({GROUP}, num_gpu_blocks, block_size) ({CACHE_CONFIG})"
+_PICKER_QUEUES = " or ".join(
+    f"label_replace(sum by (exported_namespace, inference_pool, target_model_name, model_name) ({name}), "
+    f'"quantity", "{tag}", "", "")'
+    for tag, names in (("requests", PICKER_QUEUE), ("bytes", PICKER_QUEUE_BYTES))
+    for name in names
+)
+
+
+def _rates(matchers: str) -> str:
+    """Rates of all counters in one query, each row tagged with its quantity."""
+    parts: list[str] = []
+    for quantity, names in COUNTERS.items():
+        window = LATENCY_SECONDS if quantity in _LATENCIES else RATE_SECONDS
+        rates = " or ".join(f"rate({name}{matchers}[{window}s])" for name in names)
+        parts.append(f'label_replace(sum by ({GROUP}) ({rates}), "quantity", "{quantity.value}", "", "")')
+    return " or ".join(parts)
+
+
+_LATENCIES = frozenset({Quantity.TTFT, Quantity.TTFTS, Quantity.ITL, Quantity.ITLS})
+
+
+def _picker_queues(rows: Sequence[tuple[dict[str, str], float]]) -> tuple[PickerQueue, ...]:
+    """What waits by pool and model: the target model's name where there is one, else the model's. Series under an
+    older name of the same metric say the same, and count once."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for labels, value in rows:
+        model = labels.get("target_model_name") or labels.get("model_name") or ""
+        if not model or not math.isfinite(value):
+            continue
+        # The picker's own label `namespace` is the pool's; Prometheus renames it when its target has one too.
+        namespace = labels.get("exported_namespace", "")
+        key = (model, labels.get("inference_pool", ""), namespace)
+        kind = labels["quantity"]
+        found.setdefault(key, {})
+        found[key][kind] = max(found[key].get(kind, 0.0), value)
+    return tuple(
+        PickerQueue(model, pool, namespace, values.get("requests", 0.0), values.get("bytes", 0.0))
+        for (model, pool, namespace), values in sorted(found.items())
+    )
+
+
+async def _nothing() -> tuple[
+    dict[SeriesId, dict[Quantity, float]], Mapping[_EngineId, int], tuple[PickerQueue, ...]
+]:
+    return {}, {}, ()
 
 
 def _series_id(labels: dict[str, str]) -> SeriesId:

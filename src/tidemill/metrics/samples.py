@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -12,6 +13,46 @@ KV_USAGE_OLDER = "vllm:gpu_cache_usage_perc"
 QUEUE_LENGTH = "vllm:num_requests_waiting"
 RUNNING = "vllm:num_requests_running"
 REQUESTS = "vllm:request_success_total"
+CACHE_CONFIG = "vllm:cache_config_info"
+PICKER_QUEUE = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_queue_size")
+PICKER_QUEUE_BYTES = ("llm_d_epp_flow_control_queue_bytes", "inference_extension_flow_control_queue_bytes")
+
+
+class Quantity(StrEnum):
+    """Counters of an engine whose rates say what requests are like. The mean of a sum is over COUNT_OF it."""
+
+    PROMPT_TOKENS = "prompt_tokens"
+    PROMPTS = "prompts"
+    OUTPUT_TOKENS = "output_tokens"
+    OUTPUTS = "outputs"
+    PREFIX_HITS = "prefix_hits"
+    PREFIX_QUERIES = "prefix_queries"
+    TTFT = "ttft"
+    TTFTS = "ttfts"
+    ITL = "itl"
+    ITLS = "itls"
+
+
+COUNT_OF = {
+    Quantity.PROMPT_TOKENS: Quantity.PROMPTS,
+    Quantity.OUTPUT_TOKENS: Quantity.OUTPUTS,
+    Quantity.PREFIX_HITS: Quantity.PREFIX_QUERIES,
+    Quantity.TTFT: Quantity.TTFTS,
+    Quantity.ITL: Quantity.ITLS,
+}
+COUNTERS: Mapping[Quantity, tuple[str, ...]] = {
+    Quantity.PROMPT_TOKENS: ("vllm:request_prompt_tokens_sum",),
+    Quantity.PROMPTS: ("vllm:request_prompt_tokens_count",),
+    Quantity.OUTPUT_TOKENS: ("vllm:request_generation_tokens_sum",),
+    Quantity.OUTPUTS: ("vllm:request_generation_tokens_count",),
+    Quantity.PREFIX_HITS: ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
+    Quantity.PREFIX_QUERIES: ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
+    Quantity.TTFT: ("vllm:time_to_first_token_seconds_sum",),
+    Quantity.TTFTS: ("vllm:time_to_first_token_seconds_count",),
+    Quantity.ITL: ("vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum"),
+    Quantity.ITLS: ("vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count"),
+}
+"""Names of each counter, today's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +88,20 @@ class SeriesSample:
     kv_usage: Gauge | None
     queue_length: Gauge | None
     running: Gauge | None = None
+    kv_tokens: int | None = None  # that its cache holds
+    rates: Mapping[Quantity, float] = field(default_factory=dict)  # per second; what is absent is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class PickerQueue:
+    """Requests, and their bytes, for one model that wait at an endpoint picker. `pool` is "" where the series does
+    not say; `namespace` is that of the pool, "" likewise."""
+
+    model: str
+    pool: str
+    namespace: str
+    requests: float
+    bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +116,7 @@ class Snapshot:
     series: tuple[SeriesSample, ...]
     failures: Mapping[str, str]
     requests: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    picker_queues: tuple[PickerQueue, ...] = ()
     queries: int = 0
     notes: tuple[str, ...] = ()
 
@@ -85,10 +141,13 @@ class MetricsSource(Protocol):
         """The pods that matter from now on; a source that does not scrape ignores it."""
         ...
 
-    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
+    async def collect(
+        self, models: Mapping[str, float | None], *, deadline: float, in_depth: bool = False
+    ) -> Snapshot:
         """A reading, within `deadline` seconds. Never raises: what failed is in `failures`.
 
-        `models` has the retention period in seconds of each model whose use must be known, else None.
+        `models` has the retention period in seconds of each model whose use must be known, else None. `in_depth`
+        asks for the size of caches, rates, and queues of endpoint pickers too.
         """
         ...
 
