@@ -34,7 +34,7 @@ from tidemill.kube.resources import (
     Json,
     ObjectKey,
 )
-from tidemill.metrics.samples import Gauge, ScrapeTarget, SeriesId, SeriesSample, Snapshot
+from tidemill.metrics.samples import Gauge, PickerQueue, Quantity, ScrapeTarget, SeriesId, SeriesSample, Snapshot
 
 NAMESPACE = "serving"
 MODEL = "food/llm-8b"
@@ -52,16 +52,21 @@ class ScriptedSource:
         self.requests: dict[tuple[str, str], float] = {}
         self.retentions: dict[str, float | None] = {}
         self.targets: list[ScrapeTarget] = []
+        self.picker_queues: list[PickerQueue] = []
+        self.in_depth = False
 
     def put(
         self, pod: str, kv: float | None, queue: float | None, *, model: str = MODEL, age: float = 1.0,
-        namespace: str = NAMESPACE, running: float | None = None,
+        namespace: str = NAMESPACE, running: float | None = None, kv_tokens: int | None = None,
+        rates: Mapping[Quantity, float] | None = None, engine: str = "",
     ) -> None:  # fmt: skip
         def gauge(value: float | None) -> Gauge | None:
             return None if value is None else Gauge(value, age)
 
-        id_ = SeriesId(namespace, pod, "", model)
-        self.numbers[f"{namespace}/{pod}/{model}"] = SeriesSample(id_, gauge(kv), gauge(queue), gauge(running))
+        id_ = SeriesId(namespace, pod, "", model, engine)
+        self.numbers[f"{namespace}/{pod}/{model}/{engine}"] = SeriesSample(
+            id_, gauge(kv), gauge(queue), gauge(running), kv_tokens, rates or {}
+        )
 
     def put_all(self, pods: Iterable[str], kv: float, queue: float, **more: Any) -> None:
         for pod in pods:
@@ -74,10 +79,15 @@ class ScriptedSource:
     def set_targets(self, targets: Iterable[ScrapeTarget]) -> None:
         self.targets = sorted(targets)
 
-    async def collect(self, models: Mapping[str, float | None], *, deadline: float) -> Snapshot:
-        self.retentions = dict(models)
+    async def collect(
+        self, models: Mapping[str, float | None], *, deadline: float, in_depth: bool = False
+    ) -> Snapshot:
+        self.retentions, self.in_depth = dict(models), in_depth
         return Snapshot(
-            series=tuple(self.numbers.values()), failures=dict(self.failures), requests=dict(self.requests)
+            series=tuple(self.numbers.values()),
+            failures=dict(self.failures),
+            requests=dict(self.requests),
+            picker_queues=tuple(self.picker_queues),
         )
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ WELL_KNOWN_CONFIG_MAPS = frozenset({MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURA
 SERVICE_MONITOR = "wva-controller-manager-metrics-monitor"
 
 VARIANT_LABEL = "llm-d.ai/variant"
+ROLE_LABEL = "llm-d.ai/role"
 ACCELERATOR_LABEL = "inference.optimization/acceleratorName"
 CONTROLLER_INSTANCE_LABEL = "wva.llmd.ai/controller-instance"
 CONFIG_ENABLED_LABEL = "wva.llmd.ai/config-enabled"
@@ -34,6 +35,8 @@ ACCELERATOR_KEYS = (
     "cloud.google.com/gke-accelerator",
 )
 UNKNOWN_ACCELERATOR = "unknown"
+# Resources that count devices, by vendor.
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu", "intel.com/gpu", "gpu.intel.com/i915", "habana.ai/gaudi")
 
 # Annotations of a HorizontalPodAutoscaler or ScaledObject that stands for a variant.
 MANAGED_ANNOTATION = "llm-d.ai/managed"

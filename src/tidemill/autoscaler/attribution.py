@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
 from tidemill.autoscaler.world import World
 from tidemill.kube.resources import ObjectKey
-from tidemill.metrics.samples import Gauge, SeriesSample
+from tidemill.metrics.samples import Gauge, Quantity, SeriesSample
 
 _RANK = re.compile(r"-rank-\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSample:
+    """One engine of a pod (a rank is one). `rates` are those of all that it serves together."""
+
+    kv_usage: Gauge | None
+    queue_length: Gauge | None
+    running: Gauge | None
+    kv_tokens: int | None
+    rates: Mapping[Quantity, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +44,7 @@ class PodSample:
     queue_length: Gauge | None
     running: Gauge | None
     models: frozenset[str]
+    by_engine: tuple[EngineSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,9 @@ class Attributed:
 
     samples: Mapping[ObjectKey, PodSample]
     unattributed: Mapping[tuple[str, str], int]
+
+
+NOTHING_ATTRIBUTED = Attributed({}, {})
 
 
 def attribute(world: World, series: Iterable[SeriesSample]) -> Attributed:
@@ -117,16 +132,30 @@ def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
     engines: dict[tuple[str, str, str], list[SeriesSample]] = {}
     for sample in series:
         engines.setdefault((sample.id.pod, sample.id.instance, sample.id.engine), []).append(sample)
-    kv = [_largest([s.kv_usage for s in found]) for found in engines.values()]
-    queue = [_largest([s.queue_length for s in found]) for found in engines.values()]
-    running = [_largest([s.running for s in found]) for found in engines.values()]
+    merged = tuple(_engine(found) for found in engines.values())
     return PodSample(
         pod=pod,
         engines=len(engines),
-        kv_usage=_combine(kv, mean=True),
-        queue_length=_combine(queue, mean=False),
-        running=_combine(running, mean=False),
+        kv_usage=_combine([engine.kv_usage for engine in merged], mean=True),
+        queue_length=_combine([engine.queue_length for engine in merged], mean=False),
+        running=_combine([engine.running for engine in merged], mean=False),
         models=frozenset(s.id.model for s in series if s.id.model),
+        by_engine=merged,
+    )
+
+
+def _engine(series: list[SeriesSample]) -> EngineSample:
+    """Gauges are of the engine, whichever of its models shows them; counters are each model's own."""
+    rates: dict[Quantity, float] = {}
+    for sample in series:
+        for quantity, rate in sample.rates.items():
+            rates[quantity] = rates.get(quantity, 0.0) + rate
+    return EngineSample(
+        kv_usage=_largest([s.kv_usage for s in series]),
+        queue_length=_largest([s.queue_length for s in series]),
+        running=_largest([s.running for s in series]),
+        kv_tokens=next((s.kv_tokens for s in series if s.kv_tokens is not None), None),
+        rates=rates,
     )
 
 

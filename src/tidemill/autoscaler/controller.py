@@ -19,10 +19,11 @@ from tidemill.api.variant import Reason
 from tidemill.autoscaler.actuation import MetricsActuator, ScaleActuator
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore
-from tidemill.autoscaler.engine import NOT_STARTED, Engine
+from tidemill.autoscaler.engine import Engine
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
+from tidemill.autoscaler.verdicts import NOT_STARTED
 from tidemill.autoscaler.views import ConfigMapView
 from tidemill.autoscaler.watches import Watches
 from tidemill.autoscaler.web import health_app, listen, metrics_app

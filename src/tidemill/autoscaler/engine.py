@@ -8,63 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from decimal import Decimal
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import structlog
 
-from tidemill.api.manager_config import FreshnessThresholds
-from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
 from tidemill.api.variant import Reason
 from tidemill.autoscaler.actuation import ActuationError, Actuator
-from tidemill.autoscaler.attribution import Attributed, Ownership, PodSample, attribute
+from tidemill.autoscaler.attribution import NOTHING_ATTRIBUTED, Ownership, attribute
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.instruments import Instruments
-from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
+from tidemill.autoscaler.members import Member, members
+from tidemill.autoscaler.planner import Planned, Planner
+from tidemill.autoscaler.views import PodView
 from tidemill.autoscaler.world import World
-from tidemill.capacity import saturation, targets, zero
-from tidemill.capacity.types import Cause, Direction, ReplicaLoad, Target, VariantState
+from tidemill.capacity.inventory import UNLIMITED
+from tidemill.capacity.types import Cause, Direction
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
-from tidemill.metrics.freshness import Freshness, freshness
-from tidemill.metrics.samples import (
-    KV_USAGE,
-    QUEUE_LENGTH,
-    Gauge,
-    MetricsSource,
-    ScrapeTarget,
-    Snapshot,
-)
+from tidemill.metrics.samples import MetricsSource, ScrapeTarget
 
 log = structlog.get_logger(__name__)
 
 COLLECT_DEADLINE = 8.0  # of the 10 s that a cycle may take
-NOT_STARTED = "no replica is ready and reporting yet"
-NAMED = 5  # pods named in a message; the rest is counted
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A pod of a variant and the numbers it gave, if any."""
-
-    pod: PodView
-    sample: PodSample | None
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A variant with an existing target, and its pods."""
-
-    variant: ValidVariant
-    target: DeploymentView
-    replicas: tuple[Replica, ...]
-    accelerator: str
-
-    @property
-    def ready(self) -> list[Replica]:
-        return [r for r in self.replicas if r.pod.ready]
 
 
 class Engine:
@@ -94,6 +61,9 @@ class Engine:
         self._changed = changed
         self._now = now
         self._dry_run = dry_run
+        self._planner = Planner(
+            world=world, configuration=configuration, decisions=decisions, inventory=lambda: UNLIMITED, now=now
+        )
         self._woken = asyncio.Event()
         self._scheduled_at = self._due = 0.0  # of the event loop's clock
         self._noted: set[str] = set()
@@ -149,19 +119,20 @@ class Engine:
             if pod.ip
         )
         tracked = self._world.tracked_namespaces()
-        snapshot = await self._source.collect(self._retentions(ownership, tracked), deadline=COLLECT_DEADLINE)
-        self._note(snapshot.notes)
+        snapshot = await self._source.collect(
+            self._retentions(ownership, tracked),
+            deadline=COLLECT_DEADLINE,
+            in_depth=self._planner.in_depth(members(ownership, pods, NOTHING_ATTRIBUTED), tracked),
+        )
         if self._world.changes != seen:
             # While the numbers came in the cluster changed; what is decided is decided on the present.
             _, ownership, pods = self._look()
         attributed = attribute(self._world, snapshot.series)
         self._instruments.unattributed(attributed.unattributed)
-        groups: dict[tuple[str, str], list[Member]] = {}
-        for member in _members(ownership, pods, attributed):
-            groups.setdefault((member.variant.key.namespace, member.variant.spec.spec.model_id), []).append(member)
-        decided: list[tuple[Decision, Member]] = []
-        for (namespace, model), group in sorted(groups.items()):
-            decided += self._decide(namespace, model, group, snapshot, tracked=namespace in tracked)
+        groups = members(ownership, pods, attributed)
+        planned, remarks = self._planner.plan(groups, snapshot, tracked)
+        self._note([*snapshot.notes, *remarks])
+        decided = [(self._decision(plan), plan.member) for plan in planned]
         self._instruments.models.set(len(groups))
         for key in self._decisions.keep_only(decision.variant for decision, _ in decided):
             self._exporter.drop(key.namespace, key.name)
@@ -190,119 +161,8 @@ class Engine:
                 found[model] = max(settings.retention, known or 0.0)
         return found
 
-    def _usage(self, namespace: str, model: str, group: list[Member], snapshot: Snapshot) -> zero.Usage:
-        gauges = [r.sample and r.sample.running for member in group for r in member.replicas]
-        running = [gauge.value for gauge in gauges if gauge is not None]
-        since = [r.pod.ready_since for member in group for r in member.ready if r.pod.ready_since]
-        return zero.Usage(
-            requests=snapshot.requests.get((namespace, model)),
-            running=sum(running) if len(running) == len(gauges) else None,
-            ready_for=(self._now() - min(since)).total_seconds() if since else None,
-        )
-
-    def _decide(
-        self, namespace: str, model: str, group: list[Member], snapshot: Snapshot, *, tracked: bool
-    ) -> list[tuple[Decision, Member]]:
-        thresholds = self._configuration.manager.freshness
-        verdicts = {m.variant.key: self._metrics_verdict(m, snapshot, thresholds) for m in group}
-        usable = {m.variant.key: _reporting(m, model, thresholds) for m in group}
-        states = [self._state(member, len(usable[member.variant.key])) for member in group]
-        broken = [m for m in group if not verdicts[m.variant.key].status and m.ready]
-        loads: list[ReplicaLoad] = []
-        if broken:
-            first = broken[0]
-            sentence = f"numbers are missing for {first.variant.key.name}: {verdicts[first.variant.key].message}"
-            decided = targets.hold(states, Cause.METRICS_UNAVAILABLE, sentence)
-        else:
-            loads = [load for member in group for load in usable[member.variant.key]]
-            # Thresholds differ by accelerator; for a mixed model those of its cheapest variant hold.
-            lead = min(group, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
-            settings = self._configuration.saturation(
-                model=model,
-                namespace=namespace,
-                accelerator=lead.accelerator,
-                tracked=tracked,
-            )
-            decided = targets.decide(saturation.analyze(loads, settings), states)
-        decided = zero.sleep(
-            decided,
-            states,
-            loads,
-            self._usage(namespace, model, group, snapshot),
-            self._configuration.scale_to_zero(model=model, namespace=namespace, tracked=tracked),
-        )
-        by_name = {member.variant.key.name: member for member in group}
-        pairs = [(target, by_name[target.variant]) for target in decided]
-        return [(self._decision(m, target, verdicts[m.variant.key]), m) for target, m in pairs]
-
-    def _state(self, member: Member, reporting: int) -> VariantState:
-        spec = member.variant.spec.spec
-        return VariantState(
-            name=member.variant.key.name,
-            cost=member.variant.spec.cost,
-            current=member.target.replicas,
-            desired=self._last_desired(member),
-            reporting=reporting,
-            ready=len(member.ready),
-            min_replicas=spec.min_replicas,
-            max_replicas=spec.max_replicas,
-            stalled=member.target.stalled,
-        )
-
-    def _last_desired(self, member: Member) -> int | None:
-        """The last decision: from memory, and after a restart from the status that it was written to."""
-        variant, created = member.variant, member.target.created
-        known = self._decisions.get(variant.key, variant.uid)
-        if known is not None:
-            return known.replicas
-        alloc = variant.spec.status.desired_optimized_alloc
-        if alloc is None:
-            return None
-        if alloc.last_run_time is not None and created is not None and alloc.last_run_time < created:
-            return None  # decided for an earlier target of this name
-        return alloc.num_replicas
-
-    def _metrics_verdict(self, member: Member, snapshot: Snapshot, thresholds: FreshnessThresholds) -> Verdict:
-        """Whether every serving replica of a variant has numbers that can decide, and if not, which lacks
-        what."""
-        model = member.variant.spec.spec.model_id
-        if (failure := snapshot.failures.get(model)) is not None:
-            return Verdict(False, Reason.PROMETHEUS_ERROR, f"model {model!r}: {failure}")
-        serving = [r for r in member.ready if r.sample is not None or not self._is_new(r.pod, thresholds)]
-        if not serving:
-            return Verdict(False, Reason.METRICS_MISSING, NOT_STARTED)
-        names = {name for r in serving if r.sample is not None for name in r.sample.models}
-        if names and model not in names:
-            listed = ", ".join(repr(name) for name in sorted(names))
-            message = (
-                f"no series of the target's own pods carries modelID {model!r}; they carry {listed}: "
-                "set spec.modelID to the name under which the model is served"
-            )
-            return Verdict(False, Reason.METRICS_MISSING, message)
-        stale: list[str] = []
-        missing: list[str] = []
-        for replica in serving:
-            for metric, gauge in _gauges(replica.sample):
-                state = freshness(None if gauge is None else gauge.age, thresholds)
-                if state is Freshness.UNAVAILABLE:
-                    missing.append(f"{replica.pod.key.name} ({metric})")
-                elif state is Freshness.STALE:
-                    stale.append(f"{replica.pod.key.name} ({metric})")
-        if missing:
-            return Verdict(False, Reason.METRICS_MISSING, f"no numbers from {_listed(missing)}")
-        if stale:
-            message = f"numbers older than {thresholds.stale:g}s from {_listed(stale)}"
-            return Verdict(False, Reason.METRICS_STALE, message)
-        notes = "".join(f"; {note}" for note in snapshot.notes)
-        return Verdict(True, Reason.METRICS_FOUND, f"numbers from all serving replicas{notes}")
-
-    def _is_new(self, pod: PodView, thresholds: FreshnessThresholds) -> bool:
-        """Whether `pod` became ready so lately that nobody can have scraped it yet."""
-        if pod.ready_since is None:
-            return True
-        return (self._now() - pod.ready_since).total_seconds() < thresholds.fresh
-
-    def _decision(self, member: Member, target: Target, metrics: Verdict) -> Decision:
+    def _decision(self, plan: Planned) -> Decision:
+        member, target, metrics = plan.member, plan.target, plan.metrics
         cause = target.explanation.cause
         if cause in (Cause.METRICS_UNAVAILABLE, Cause.NO_NUMBERS):
             optimization = Verdict(False, Reason.METRICS_UNAVAILABLE, target.explanation.sentence)
@@ -363,52 +223,3 @@ class Engine:
         for note in set(notes) - self._noted:
             log.warning(note)
         self._noted = set(notes)
-
-
-def _gauges(sample: PodSample | None) -> list[tuple[str, Gauge | None]]:
-    return [
-        (KV_USAGE, None if sample is None else sample.kv_usage),
-        (QUEUE_LENGTH, None if sample is None else sample.queue_length),
-    ]
-
-
-def _reporting(member: Member, model: str, thresholds: FreshnessThresholds) -> list[ReplicaLoad]:
-    """Loads of the replicas whose numbers can decide."""
-    loads: list[ReplicaLoad] = []
-    for replica in member.replicas:
-        sample = replica.sample
-        if sample is None or sample.kv_usage is None or sample.queue_length is None or model not in sample.models:
-            continue
-        age = max(sample.kv_usage.age, sample.queue_length.age)
-        if freshness(age, thresholds) is not Freshness.FRESH:
-            continue
-        loads.append(
-            ReplicaLoad(
-                variant=member.variant.key.name,
-                replica=replica.pod.key.name,
-                # By way of the shortest text, so that 0.7 is exactly seven tenths.
-                kv_usage=Decimal(repr(sample.kv_usage.value)),
-                queue_length=Decimal(repr(sample.queue_length.value)) / sample.engines,
-            )
-        )
-    return loads
-
-
-def _members(
-    ownership: Ownership, pods: Mapping[ObjectKey, list[PodView]], attributed: Attributed
-) -> list[Member]:
-    """Variants that decide for an existing target, each with its pods and their numbers."""
-    return [
-        Member(
-            variant,
-            target,
-            tuple(Replica(pod, attributed.samples.get(pod.key)) for pod in sorted(pods[key], key=lambda p: p.key)),
-            variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator or UNKNOWN_ACCELERATOR,
-        )
-        for key, (variant, target) in ownership.variants.items()
-    ]
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

@@ -12,10 +12,14 @@ from tidemill.api.names import (
     ACCELERATOR_KEYS,
     CONFIG_ENABLED_LABEL,
     EXCLUDE_ANNOTATION,
+    GPU_RESOURCES,
+    ROLE_LABEL,
     VARIANT_LABEL,
 )
 from tidemill.api.problem import InvalidObjectError, Problem
 from tidemill.api.variant import TargetRef, VariantAutoscaling
+from tidemill.capacity.engine_flags import EngineFlags, engine_flags
+from tidemill.capacity.types import Role
 from tidemill.kube.clock import parse_time
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import Json, ObjectKey
@@ -63,6 +67,10 @@ class DeploymentView:
     ready: int
     stalled: bool  # the rollout passed its progress deadline
     accelerator: str | None
+    role: Role
+    gpus: int | None  # of one replica; None when no container asks for any
+    flags: EngineFlags
+    pod_labels: Mapping[str, str]
     created: dt.datetime | None
     deleting: bool
 
@@ -235,6 +243,7 @@ def deployment_view(obj: Json) -> DeploymentView:
     progress = find_condition(status.get("conditions") or (), "Progressing") or {}
     replicas = spec.get("replicas")
     template = (spec.get("template") or {}).get("spec") or {}
+    labels = ((spec.get("template") or {}).get("metadata") or {}).get("labels") or {}
     return DeploymentView(
         key=ObjectKey.of(obj),
         uid=metadata.get("uid", ""),
@@ -242,6 +251,10 @@ def deployment_view(obj: Json) -> DeploymentView:
         ready=status.get("readyReplicas") or 0,
         stalled=progress.get("status") == "False" and progress.get("reason") == "ProgressDeadlineExceeded",
         accelerator=accelerator_of(template),
+        role=_role(labels),
+        gpus=gpus_of(template),
+        flags=engine_flags(template),
+        pod_labels=labels,
         created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         deleting="deletionTimestamp" in metadata,
     )
@@ -284,6 +297,24 @@ def accelerator_of(pod_spec: Mapping[str, Any]) -> str | None:
                 if values:
                     return values[0]
     return None
+
+
+def gpus_of(pod_spec: Mapping[str, Any]) -> int | None:
+    """Devices that one pod asks for; None when it asks for none by count."""
+    found: list[int] = []
+    for container in pod_spec.get("containers") or ():
+        resources = container.get("resources") or {}
+        limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+        found += [int(limits[name]) for name in GPU_RESOURCES if str(limits.get(name, "")).isdigit()]
+    return sum(found) or None
+
+
+_ROLES = frozenset(Role)
+
+
+def _role(labels: Mapping[str, str]) -> Role:
+    text = labels.get(ROLE_LABEL, "")
+    return Role(text) if text in _ROLES else Role.BOTH
 
 
 def _owner(metadata: Mapping[str, Any]) -> Owner | None:

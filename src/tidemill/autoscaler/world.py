@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from tidemill.api.inference import OLDER_GROUP as OLDER_POOL_GROUP
+from tidemill.api.inference import POOL_GROUP, InferencePool
 from tidemill.api.managed_scaler import ScalerKind
 from tidemill.api.names import (
     CONTROLLER_INSTANCE_LABEL,
@@ -15,6 +17,7 @@ from tidemill.api.names import (
     VERSION,
     WELL_KNOWN_CONFIG_MAPS,
 )
+from tidemill.api.problem import InvalidObjectError
 from tidemill.api.variant import KIND, TargetRef
 from tidemill.autoscaler.views import (
     ConfigMapView,
@@ -46,6 +49,7 @@ from tidemill.kube.resources import (
     PODS,
     REPLICA_SETS,
     SERVICE_MONITORS,
+    Json,
     ObjectKey,
     ObjectRef,
     Resource,
@@ -56,6 +60,10 @@ SCALERS: Mapping[ScalerKind, Resource] = {
     "HorizontalPodAutoscaler": HORIZONTAL_POD_AUTOSCALERS,
     "ScaledObject": SCALED_OBJECTS,
 }
+INFERENCE_POOLS = (
+    Resource(OLDER_POOL_GROUP, "v1alpha2", "inferencepools", "InferencePool"),
+    Resource(POOL_GROUP, "v1", "inferencepools", "InferencePool"),
+)
 VARIANT_AUTOSCALINGS = Resource(GROUP, VERSION, f"{KIND.lower()}s", KIND)
 
 
@@ -118,6 +126,10 @@ class World:
             namespace=watch_namespace,
             indexers={"target": _by_scaled},
         )
+        self.pools: list[Informer[InferencePool | None]] = [
+            watched(resource, decode=_pool, optional=True, namespace=watch_namespace)
+            for resource in INFERENCE_POOLS
+        ]
         self.namespaces: Informer[NamespaceView] = watched(NAMESPACES, decode=namespace_view)
         # With one namespace to watch, the role may see no other: only that one and the controller's own.
         places = [None] if watch_namespace is None else sorted({namespace, watch_namespace})
@@ -152,6 +164,7 @@ class World:
             self.pods,
             self.hpas,
             self.scaled_objects,
+            *self.pools,
             *([self.namespaces] if self._cluster_wide else []),
             *self.config_maps,
             self.service_monitors,
@@ -252,6 +265,11 @@ class World:
                 return scalers[0] if len(scalers) == 1 else None
         return None
 
+    def inference_pools(self) -> list[InferencePool]:
+        """Every pool once, in order of name, whatever versions of its kind the cluster has."""
+        found = {(pool.namespace, pool.name): pool for store in self.pools for pool in store.store if pool}
+        return [found[key] for key in sorted(found)]
+
     def target_of(self, variant: ValidVariant) -> DeploymentView | None:
         """The scale target, if it exists and is not on its way out."""
         target = variant.spec.target
@@ -259,6 +277,14 @@ class World:
             return None
         found = self.deployments.store.get(ObjectKey(target.namespace, target.name))
         return None if found is None or found.deleting else found
+
+
+def _pool(obj: Json) -> InferencePool | None:
+    """A pool; None for one that cannot be read, which is the endpoint picker's to complain of."""
+    try:
+        return InferencePool.parse(obj)
+    except InvalidObjectError:
+        return None
 
 
 def scaler_ref(kind: ScalerKind, key: ObjectKey, uid: str) -> ObjectRef:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.capacity.allocation import Allocation
+from tidemill.capacity.needs import Need, numbers, sentence
 from tidemill.capacity.saturation import ANALYZER, SaturationReport, show
 from tidemill.capacity.types import Cause, Direction, Explanation, Target, VariantState
 
@@ -26,6 +28,40 @@ def decide(report: SaturationReport | None, variants: Sequence[VariantState]) ->
         return _shrink(report, ordered)
     sentence = f"{_spare(report)}: enough not to grow, too little to miss a replica"
     return hold(ordered, Cause.STEADY, sentence, report)
+
+
+def allocated(need: Need, allocation: Allocation) -> tuple[Target, ...]:
+    """Targets of one role of a model as they were allocated, in order of name, with what led there."""
+    binding = need.binding
+    if binding is None:
+        return hold(need.variants, Cause.NO_NUMBERS, sentence(need))
+    why, found = sentence(need), numbers(need)
+    cut = allocation.short.get((need.model, need.role.value), "")
+    moved = {v.name: allocation.replicas[need.model, v.name] - v.current for v in need.variants}
+    steps = ", ".join(f"{change:+d} {name}" for name, change in sorted(moved.items()) if change)
+    if need.growing:
+        cause = Cause.DEMAND if steps else Cause.ACCELERATORS_SHORT if cut else Cause.NO_CANDIDATE
+    elif need.may_shrink:
+        cause = Cause.SPARE_CAPACITY if steps else Cause.STEADY
+    else:
+        shrinkers = [report for report in need.votes if report.spare > 0]
+        held = bool(shrinkers) and (len(shrinkers) < len(need.votes) or any(s.holds for s in need.silent))
+        cause = Cause.ANALYZERS_DISAGREE if held else Cause.STEADY
+    text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
+    if need.growing and not steps and not cut:
+        text += f", since no variant can grow: {'; '.join(_why_not_up(v) for v in need.variants)}"
+    if cut:
+        text += f"; accelerators are short: {cut}"
+    return tuple(
+        _bounded(
+            variant,
+            allocation.replicas[need.model, variant.name],
+            Explanation(
+                binding.analyzer, cause if moved[variant.name] or not steps else Cause.OTHER_VARIANT, text, found
+            ),
+        )
+        for variant in sorted(need.variants, key=lambda v: v.name)
+    )
 
 
 def hold(
@@ -95,7 +131,7 @@ def _step(
 def _bounded(variant: VariantState, replicas: int, explanation: Explanation) -> Target:
     """The target within the variant's bounds. A target at 0 was put there on purpose and stays."""
     low, high = variant.min_replicas, variant.max_replicas
-    if variant.current == 0:
+    if variant.current == 0 and (variant.at_rest or not replicas):
         sentence = "the target was set to 0 replicas, and stays there until somebody sets it to more"
         explanation, replicas = Explanation(ANALYZER, Cause.AT_ZERO, sentence, explanation.numbers), 0
     elif low is not None and replicas < low:

@@ -7,18 +7,19 @@ queue). Formulas: docs/autoscaler.md, "Capacity in tokens".
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_FLOOR, Decimal
 from statistics import median_low
 from typing import NamedTuple
 
+from tidemill.api.saturation_config import TOKENS
 from tidemill.capacity.engine_flags import EngineFlags
-from tidemill.capacity.report import ZERO, CapacityReport, NoReport, Thresholds
+from tidemill.capacity.report import ZERO, CapacityReport, NoReport
 from tidemill.capacity.saturation import show
 from tidemill.capacity.types import Role, VariantState
+from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
 
-ANALYZER = "saturation"
 UNIT = "tokens of KV cache"
 REMEMBERED = 10
 
@@ -30,49 +31,6 @@ class BoundKey(NamedTuple):
     accelerator: str
     gpus: int
     bucket: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """One engine (each rank of a pod is one) of a ready replica. `kv_tokens` is how many its cache holds."""
-
-    variant: str
-    replica: str
-    kv_usage: Decimal
-    queue_length: Decimal
-    kv_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
-    """Mean tokens of recent requests; None is unknown. `hit_rate` is the share of prompts found in caches."""
-
-    input_tokens: Decimal | None = None
-    output_tokens: Decimal | None = None
-    hit_rate: Decimal | None = None
-
-    def or_last(self, last: RequestShape) -> RequestShape:
-        """Each mean, or the last one known: a mean over no requests is undefined, not zero."""
-        return RequestShape(
-            input_tokens=last.input_tokens if self.input_tokens is None else self.input_tokens,
-            output_tokens=last.output_tokens if self.output_tokens is None else self.output_tokens,
-            hit_rate=last.hit_rate if self.hit_rate is None else self.hit_rate,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamQueue:
-    """Requests for the model that wait before any replica (at the endpoint picker), and their bytes."""
-
-    requests: Decimal = ZERO
-    bytes: Decimal = ZERO
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSettings:
-    kv_cache_threshold: Decimal = Decimal("0.80")
-    queue_length_threshold: Decimal = Decimal(5)
-    thresholds: Thresholds = Thresholds()
 
 
 class CapacityMemory:
@@ -107,76 +65,59 @@ class TokenAnalysis:
     measured: Mapping[str, Decimal] = field(default_factory=dict)
 
 
-def analyze(
-    *,
-    model: str,
-    role: Role,
-    variants: Sequence[VariantState],
-    flags: Mapping[str, EngineFlags],
-    loads: Sequence[EngineLoad],
-    shape: RequestShape,
-    upstream: UpstreamQueue,
-    settings: TokenSettings,
-    memory: CapacityMemory,
-) -> TokenAnalysis:
-    """Capacity and demand of one role of a model.
-
-    `model` names it with its namespace; `flags` are those of each variant's engines; `shape` the means over the
-    role, the last known where there are none now.
-    """
-    if not loads:
-        return TokenAnalysis(report=NoReport(ANALYZER, "no replica reports numbers", holds=True))
-    waiting = sum((load.queue_length for load in loads), ZERO)
-    if shape.input_tokens is None and (waiting or upstream.requests):
-        reason = "requests wait, and how long their prompts are is not known: none has finished yet"
-        return TokenAnalysis(report=NoReport(ANALYZER, reason, holds=True))
+def analyze(view: RoleView, memory: CapacityMemory) -> TokenAnalysis:
+    """Capacity and demand of one role of a model, with what `memory` knows of earlier cycles."""
+    engines, shape = view.engines, view.shape
+    if not engines:
+        return _silent("no replica reports numbers")
+    if lacking := sorted({engine.replica for engine in engines if engine.kv_tokens is None}):
+        return _silent(f"the size of the KV cache is not known (vllm:cache_config_info) for {_listed(lacking)}")
+    waiting = sum((engine.queue_length for engine in engines), ZERO)
+    if shape.input_tokens is None and (waiting or view.upstream.requests):
+        return _silent("requests wait, and how long their prompts are is not known: none has finished yet")
     mean_input = shape.input_tokens or ZERO
-    by_name = {variant.name: variant for variant in variants}
+    variants = {variant.name: variant for variant in view.variants}
     bounds_seen: list[tuple[BoundKey, Decimal]] = []
     demand = ZERO
     by_replica: dict[tuple[str, str], Decimal] = {}
     bound_by: dict[str, str] = {}
-    for load in loads:
-        variant = by_name[load.variant]
-        in_use = load.kv_usage * load.kv_tokens
-        demand += in_use + load.queue_length * mean_input
-        memory_bound = load.kv_tokens * settings.kv_cache_threshold
-        key = _bound_key(model, variant, shape)
-        if load.queue_length >= settings.queue_length_threshold and in_use > 0:
+    for engine in engines:
+        tokens = engine.kv_tokens or 0
+        in_use = engine.kv_usage * tokens
+        demand += in_use + engine.queue_length * mean_input
+        memory_bound = tokens * view.kv_cache_threshold
+        key = _bound_key(view.model, variants[engine.variant], shape)
+        if engine.queue_length >= view.queue_length_threshold and in_use > 0:
             compute_bound: Decimal | None = in_use
             bounds_seen.append((key, in_use))
         else:
-            compute_bound = memory.bound(key) or _derived(flags.get(load.variant), shape)
+            compute_bound = memory.bound(key) or _derived(view.flags.get(engine.variant), shape)
         capacity = memory_bound if compute_bound is None else min(memory_bound, compute_bound)
-        bound_by[load.variant] = "memory" if capacity == memory_bound else "compute"
-        place = (load.variant, load.replica)
+        bound_by[engine.variant] = "memory" if capacity == memory_bound else "compute"
+        place = (engine.variant, engine.replica)
         by_replica[place] = by_replica.get(place, ZERO) + capacity
     measured = _medians(by_replica)
     per_replica = {
         variant.name: capacity
-        for variant in variants
-        if (capacity := _capacity(model, variant, by_name, flags, measured, memory)) is not None
+        for variant in view.variants
+        if (capacity := _capacity(view, variant, measured, memory)) is not None
     }
-    queued = _upstream_demand(role, upstream, shape)
-    demand += queued
-    supply = sum((v.ready * per_replica[v.name] for v in variants if v.name in per_replica), ZERO)
-    pending = sum(
-        (v.pending * per_replica[v.name] for v in variants if v.name in per_replica and not v.stalled), ZERO
-    )
+    queued = _upstream_demand(view.role, view.upstream, shape)
+    supply, anticipated = view.supply(per_replica)
     report = CapacityReport(
-        analyzer=ANALYZER,
+        analyzer=TOKENS,
         unit=UNIT,
         per_replica=per_replica,
         supply=supply,
-        anticipated=supply + pending,
-        demand=demand,
-        thresholds=settings.thresholds,
+        anticipated=anticipated,
+        demand=demand + queued,
+        thresholds=view.thresholds,
         numbers={
-            "queueUpstream": show(upstream.requests),
+            "queueUpstream": show(view.upstream.requests),
             "queueUpstreamTokens": show(queued),
             "queueAtReplicas": show(waiting),
-            "meanInputTokens": "unknown" if shape.input_tokens is None else show(shape.input_tokens),
-            "meanOutputTokens": "unknown" if shape.output_tokens is None else show(shape.output_tokens),
+            "meanInputTokens": _show(shape.input_tokens),
+            "meanOutputTokens": _show(shape.output_tokens),
             **{
                 f"capacityPerReplica/{name}": f"{show(capacity)} ({bound_by.get(name, 'remembered')})"
                 for name, capacity in sorted(per_replica.items())
@@ -184,6 +125,20 @@ def analyze(
         },
     )
     return TokenAnalysis(report=report, bounds_seen=tuple(bounds_seen), measured=measured)
+
+
+class TokenAnalyzer:
+    """The analyzer with its memory. Without numbers it holds: it is the one that always looks."""
+
+    name = TOKENS
+
+    def __init__(self) -> None:
+        self.memory = CapacityMemory()
+
+    def report(self, view: RoleView) -> CapacityReport | NoReport:
+        found = analyze(view, self.memory)
+        self.memory.learn(view.model, found)
+        return found.report
 
 
 def bucket(output_tokens: Decimal | None) -> str:
@@ -222,25 +177,34 @@ def _median(values: Iterable[Decimal]) -> Decimal:
 
 
 def _capacity(
-    model: str,
-    variant: VariantState,
-    variants: Mapping[str, VariantState],
-    flags: Mapping[str, EngineFlags],
-    measured: Mapping[str, Decimal],
-    memory: CapacityMemory,
+    view: RoleView, variant: VariantState, measured: Mapping[str, Decimal], memory: CapacityMemory
 ) -> Decimal | None:
     """Of one replica: as measured now, else as remembered, else that of a variant that is made alike."""
     if (found := measured.get(variant.name)) is not None:
         return found
-    if (found := memory.capacity(model, variant.name)) is not None:
+    if (found := memory.capacity(view.model, variant.name)) is not None:
         return found
+    flags = view.flags
     alike = [
-        capacity
-        for name, capacity in sorted(measured.items())
-        if (variants[name].accelerator, variants[name].gpus) == (variant.accelerator, variant.gpus)
-        and flags.get(name) == flags.get(variant.name)
+        measured[other.name]
+        for other in view.variants
+        if other.name in measured
+        and (other.accelerator, other.gpus) == (variant.accelerator, variant.gpus)
+        and flags.get(other.name) == flags.get(variant.name)
     ]
     return median_low(alike) if alike else None
+
+
+def _silent(reason: str) -> TokenAnalysis:
+    return TokenAnalysis(report=NoReport(TOKENS, reason, holds=True))
+
+
+def _show(value: Decimal | None) -> str:
+    return "unknown" if value is None else show(value)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _upstream_demand(role: Role, upstream: UpstreamQueue, shape: RequestShape) -> Decimal:

@@ -13,17 +13,9 @@ from tidemill.capacity.engine_flags import EngineFlags, engine_flags
 from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.needs import Need
 from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
-from tidemill.capacity.tokens import (
-    BoundKey,
-    CapacityMemory,
-    EngineLoad,
-    RequestShape,
-    TokenAnalysis,
-    TokenSettings,
-    UpstreamQueue,
-    analyze,
-)
+from tidemill.capacity.tokens import BoundKey, CapacityMemory, TokenAnalysis, analyze
 from tidemill.capacity.types import Role, VariantState
+from tidemill.capacity.view import EngineLoad, RequestShape, RoleView, UpstreamQueue
 
 MODEL = "serving/m"
 TOKENS = 100_000
@@ -56,17 +48,11 @@ def look(
     flags: EngineFlags | None = None,
     role: Role = Role.BOTH,
 ) -> TokenAnalysis:
-    return analyze(
-        model=MODEL,
-        role=role,
-        variants=variants,
-        flags={} if flags is None else {v.name: flags for v in variants},
-        loads=loads,
-        shape=shape or RequestShape(),
-        upstream=upstream or UpstreamQueue(),
-        settings=TokenSettings(),
-        memory=memory or CapacityMemory(),
-    )
+    view = RoleView(
+        model=MODEL, role=role, variants=variants, engines=tuple(loads), shape=shape or RequestShape(),
+        upstream=upstream or UpstreamQueue(), flags={} if flags is None else {v.name: flags for v in variants},
+    )  # fmt: skip
+    return analyze(view, memory or CapacityMemory())
 
 
 def report(analysis: TokenAnalysis) -> CapacityReport:
@@ -221,6 +207,14 @@ class TestCases:
         small = report(look([load(0.1, 0, tokens=6250 * 16)], variant()))
         large = report(look([load(0.1, 0, tokens=25_750 * 16)], variant()))
         assert (small.per_replica["a"], large.per_replica["a"]) == (80_000, 412_000 * D("0.8"))
+
+    def test_AS2_a_cache_of_unknown_size_is_not_guessed(self) -> None:
+        engine = EngineLoad(variant="a", replica="dep-a-0", kv_usage=D(0.5), queue_length=D(0))
+        found = look([engine], variant()).report
+        assert isinstance(found, NoReport)
+        assert found.holds
+        assert "vllm:cache_config_info" in found.reason
+        assert "dep-a-0" in found.reason
 
 
 class TestCapacityWithoutReplicas:

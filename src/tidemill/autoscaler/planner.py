@@ -1,0 +1,228 @@
+"""From numbers to targets, for all models at once: which analyzers look, who allocates, who sleeps.
+
+What it remembers between cycles is what the analyzers learned, the last known means of requests, and how long an
+analyzer has been silent. None of it decides whether a fleet may shrink on missing numbers: that is never done.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tidemill.api.manager_config import FreshnessThresholds
+from tidemill.api.saturation_config import SaturationSettings
+from tidemill.autoscaler import picker_queues
+from tidemill.autoscaler.configuration import Configuration
+from tidemill.autoscaler.decisions import DecisionStore, Verdict
+from tidemill.autoscaler.members import Member, engine_loads, replica_load, reporting, request_shape
+from tidemill.autoscaler.verdicts import metrics_verdict
+from tidemill.autoscaler.world import World
+from tidemill.capacity import allocation, exact, saturation, targets, zero
+from tidemill.capacity.allocation import Allocation
+from tidemill.capacity.analyzers import ANALYZERS, Analyzer
+from tidemill.capacity.inventory import UNLIMITED, Inventory
+from tidemill.capacity.needs import Need, by_role
+from tidemill.capacity.queueing import LatencyTarget
+from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
+from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
+from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
+from tidemill.metrics.samples import Snapshot
+
+SILENT_CYCLES = 3  # after which an analyzer without a report abstains
+
+Group = tuple[str, str]
+"""Namespace and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is to be done with one variant, and whether its numbers could decide."""
+
+    member: Member
+    target: Target
+    metrics: Verdict
+
+
+class Planner:
+    """Decides on targets. `now` gives the time of day."""
+
+    def __init__(
+        self, *, world: World, configuration: Configuration, decisions: DecisionStore,
+        inventory: Callable[[], Inventory], now: Callable[[], dt.datetime],
+    ) -> None:  # fmt: skip
+        self._world = world
+        self._configuration = configuration
+        self._decisions = decisions
+        self._inventory = inventory
+        self._now = now
+        self._analyzers: dict[str, Analyzer] = {name: make() for name, make in ANALYZERS.items()}
+        self._shapes: dict[tuple[str, Role], RequestShape] = {}
+        self._silent: dict[tuple[str, Role, str], int] = {}
+
+    def in_depth(self, groups: Mapping[Group, Sequence[Member]], tracked: frozenset[str]) -> bool:
+        """Whether any model is judged by more than percentages."""
+        return any(not self._settings(key, group, tracked).by_percentage for key, group in groups.items())
+
+    def plan(
+        self, groups: Mapping[Group, Sequence[Member]], snapshot: Snapshot, tracked: frozenset[str]
+    ) -> tuple[list[Planned], list[str]]:
+        """Targets for all variants, and remarks for operators."""
+        waiting, remarks = picker_queues.assign(snapshot.picker_queues, groups, self._world.inference_pools())
+        models = [
+            self._look(key, groups[key], snapshot, tracked, waiting.get(key, UpstreamQueue()))
+            for key in sorted(groups)
+        ]
+        allocated = self._allocate([need for model in models for need in model.needs])
+        planned: list[Planned] = []
+        for model in models:
+            decided = [*model.decided]
+            for need in model.needs:
+                decided += targets.allocated(need, allocated)
+            decided = zero.sleep(
+                decided, model.states, model.loads, self._usage(model, snapshot),
+                self._configuration.scale_to_zero(
+                    model=model.key[1], namespace=model.key[0], tracked=model.key[0] in tracked
+                ),
+            )  # fmt: skip
+            by_name = {member.variant.key.name: member for member in model.members}
+            planned += [
+                Planned(by_name[target.variant], target, model.verdicts[target.variant])
+                for target in sorted(decided, key=lambda t: t.variant)
+            ]
+        return planned, remarks
+
+    def _look(
+        self, key: Group, members: Sequence[Member], snapshot: Snapshot, tracked: frozenset[str],
+        waiting: UpstreamQueue,
+    ) -> _Model:  # fmt: skip
+        """One model: what its percentages decide, or what its roles need."""
+        thresholds = self._configuration.manager.freshness
+        usable = {m.variant.key.name: reporting(m, thresholds) for m in members}
+        states = [self._state(member, len(usable[member.variant.key.name])) for member in members]
+        verdicts = {m.variant.key.name: metrics_verdict(m, snapshot, thresholds, self._now()) for m in members}
+        found = _Model(key, members, states, verdicts, loads=[], decided=[], needs=[])
+        for role, variants in by_role(states).items():
+            names = {variant.name for variant in variants}
+            mine = [member for member in members if member.variant.key.name in names]
+            broken = [m for m in mine if not verdicts[m.variant.key.name].status and m.ready]
+            if broken:
+                first = broken[0].variant.key.name
+                sentence = f"numbers are missing for {first}: {verdicts[first].message}"
+                found.decided.extend(targets.hold(variants, Cause.METRICS_UNAVAILABLE, sentence))
+                continue
+            loads = [replica_load(m, r) for m in mine for r in usable[m.variant.key.name]]
+            found.loads.extend(loads)
+            settings = self._settings(key, mine, tracked)
+            if settings.by_percentage:
+                found.decided.extend(targets.decide(saturation.analyze(loads, settings), variants))
+            else:
+                view = self._view(key, role, mine, variants, settings, waiting, thresholds)
+                found.needs.append(self._need(view, settings))
+        return found
+
+    def _settings(self, key: Group, members: Sequence[Member], tracked: frozenset[str]) -> SaturationSettings:
+        """Thresholds differ by accelerator; for mixed ones those of the cheapest variant hold."""
+        namespace, model = key
+        lead = min(members, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
+        return self._configuration.saturation(
+            model=model, namespace=namespace, accelerator=lead.accelerator, tracked=namespace in tracked
+        )
+
+    def _view(
+        self, key: Group, role: Role, members: Sequence[Member], variants: tuple[VariantState, ...],
+        settings: SaturationSettings, waiting: UpstreamQueue, thresholds: FreshnessThresholds,
+    ) -> RoleView:  # fmt: skip
+        model = f"{key[0]}/{key[1]}"
+        shape = request_shape(members).or_last(self._shapes.get((model, role), RequestShape()))
+        self._shapes[model, role] = shape
+        target = LatencyTarget(settings.ttft_target, settings.itl_target, settings.target_percentile)
+        return RoleView(
+            model=model,
+            role=role,
+            variants=variants,
+            engines=tuple(e for m in members for r in reporting(m, thresholds) for e in engine_loads(m, r)),
+            shape=shape,
+            upstream=waiting,
+            flags={m.variant.key.name: m.target.flags for m in members},
+            kv_cache_threshold=settings.kv_cache_threshold,
+            queue_length_threshold=settings.queue_length_threshold,
+            target=target if settings.has_latency_target else None,
+        )
+
+    def _need(self, view: RoleView, settings: SaturationSettings) -> Need:
+        votes: list[CapacityReport] = []
+        silent: list[NoReport] = []
+        for name, (up, down) in sorted(settings.voting().items()):
+            found = self._analyzers[name].report(replace(view, thresholds=Thresholds(up=up, down=down)))
+            slot = (view.model, view.role, name)
+            if isinstance(found, CapacityReport):
+                self._silent.pop(slot, None)
+                votes.append(found)
+                continue
+            cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
+            silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
+        return Need(
+            model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),
+            priority=settings.priority,
+        )  # fmt: skip
+
+    def _allocate(self, needs: list[Need]) -> Allocation:
+        fleet = self._configuration.fleet()
+        inventory = self._inventory() if fleet.limited and needs else UNLIMITED
+        if fleet.optimizer == "greedy":
+            return allocation.allocate(needs, inventory)
+        return exact.allocate(needs, inventory, time_limit=fleet.time_limit)
+
+    def _usage(self, model: _Model, snapshot: Snapshot) -> zero.Usage:
+        gauges = [r.sample and r.sample.running for member in model.members for r in member.replicas]
+        running = [gauge.value for gauge in gauges if gauge is not None]
+        since = [r.pod.ready_since for member in model.members for r in member.ready if r.pod.ready_since]
+        return zero.Usage(
+            requests=snapshot.requests.get(model.key),
+            running=sum(running) if len(running) == len(gauges) else None,
+            ready_for=(self._now() - min(since)).total_seconds() if since else None,
+        )
+
+    def _state(self, member: Member, reporting: int) -> VariantState:
+        spec, target = member.variant.spec.spec, member.target
+        return VariantState(
+            name=member.variant.key.name,
+            cost=member.variant.spec.cost,
+            current=target.replicas,
+            desired=self._last_desired(member),
+            reporting=reporting,
+            ready=len(member.ready),
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            stalled=target.stalled,
+            role=target.role,
+            accelerator=member.accelerator,
+            gpus=target.gpus,
+        )
+
+    def _last_desired(self, member: Member) -> int | None:
+        """The last decision: from memory, and after a restart from the status that it was written to."""
+        variant, created = member.variant, member.target.created
+        known = self._decisions.get(variant.key, variant.uid)
+        if known is not None:
+            return known.replicas
+        alloc = variant.spec.status.desired_optimized_alloc
+        if alloc is None:
+            return None
+        if alloc.last_run_time is not None and created is not None and alloc.last_run_time < created:
+            return None  # decided for an earlier target of this name
+        return alloc.num_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One model in one cycle. `decided` are targets that need no allocation."""
+
+    key: Group
+    members: Sequence[Member]
+    states: Sequence[VariantState]
+    verdicts: Mapping[str, Verdict]
+    loads: list[ReplicaLoad]
+    decided: list[Target]
+    needs: list[Need]

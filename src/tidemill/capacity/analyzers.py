@@ -1,0 +1,23 @@
+"""The analyzers there are, by the name that a configuration gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from tidemill.api.saturation_config import TOKENS
+from tidemill.capacity.report import CapacityReport, NoReport
+from tidemill.capacity.tokens import TokenAnalyzer
+from tidemill.capacity.view import RoleView
+
+
+class Analyzer(Protocol):
+    """Says what replicas can do and what is asked of them, in a unit of its own. It may remember what it saw."""
+
+    @property
+    def name(self) -> str: ...
+
+    def report(self, view: RoleView) -> CapacityReport | NoReport: ...
+
+
+ANALYZERS: Mapping[str, Callable[[], Analyzer]] = {TOKENS: TokenAnalyzer}

@@ -1,0 +1,83 @@
+"""What analyzers look at: one role of one model, as it is in one cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from tidemill.capacity.engine_flags import EngineFlags
+from tidemill.capacity.queueing import LatencyTarget
+from tidemill.capacity.report import Thresholds
+from tidemill.capacity.types import Role, VariantState
+
+ZERO = Decimal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """One engine (each rank of a pod is one) of a ready replica that reports.
+
+    `kv_tokens` is how many its cache holds. Rates are per second, means in seconds; None is unknown.
+    """
+
+    variant: str
+    replica: str
+    kv_usage: Decimal
+    queue_length: Decimal
+    kv_tokens: int | None = None
+    running: float | None = None
+    request_rate: float | None = None
+    output_rate: float | None = None  # tokens
+    ttft: float | None = None
+    itl: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """Mean tokens of recent requests; None is unknown. `hit_rate` is the share of prompts found in caches."""
+
+    input_tokens: Decimal | None = None
+    output_tokens: Decimal | None = None
+    hit_rate: Decimal | None = None
+
+    def or_last(self, last: RequestShape) -> RequestShape:
+        """Each mean, or the last one known: a mean over no requests is undefined, not zero."""
+        return RequestShape(
+            input_tokens=last.input_tokens if self.input_tokens is None else self.input_tokens,
+            output_tokens=last.output_tokens if self.output_tokens is None else self.output_tokens,
+            hit_rate=last.hit_rate if self.hit_rate is None else self.hit_rate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamQueue:
+    """Requests for the model that wait before any replica (at the endpoint picker), and their bytes."""
+
+    requests: Decimal = ZERO
+    bytes: Decimal = ZERO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleView:
+    """`model` is named with its namespace; `flags` are those of each variant's engines; `shape` has the means over
+    the role, the last known where there are none now."""
+
+    model: str
+    role: Role
+    variants: tuple[VariantState, ...]
+    engines: tuple[EngineLoad, ...]
+    shape: RequestShape = RequestShape()
+    upstream: UpstreamQueue = UpstreamQueue()
+    flags: Mapping[str, EngineFlags] = field(default_factory=dict)
+    thresholds: Thresholds = Thresholds()
+    kv_cache_threshold: Decimal = Decimal("0.80")
+    queue_length_threshold: Decimal = Decimal(5)
+    target: LatencyTarget | None = None
+
+    def supply(self, per_replica: Mapping[str, Decimal]) -> tuple[Decimal, Decimal]:
+        """Capacity of the ready replicas, and with those that are pending (and may still come)."""
+        known = [v for v in self.variants if v.name in per_replica]
+        ready = sum((v.ready * per_replica[v.name] for v in known), ZERO)
+        pending = sum((v.pending * per_replica[v.name] for v in known if not v.stalled), ZERO)
+        return ready, ready + pending
