@@ -115,11 +115,15 @@ class Fleet:
         }
         return await self.client.create(VARIANT_AUTOSCALINGS, body, self.namespace)
 
-    async def deployment(self, name: str, replicas: int | None = 1, *, ready: int | None = None) -> list[str]:
+    async def deployment(
+        self, name: str, replicas: int | None = 1, *, ready: int | None = None,
+        labels: dict[str, str] | None = None, **pod_spec: Any,
+    ) -> list[str]:  # fmt: skip
         """A Deployment with its ReplicaSet and pods; the names of the pods."""
+        pod_spec.setdefault("containers", [{"name": "vllm", "image": "none"}])
         spec: Json = {"selector": {"matchLabels": {"app": name}},
-                      "template": {"metadata": {"labels": {"app": name}},
-                                   "spec": {"containers": [{"name": "vllm", "image": "none"}]}}}  # fmt: skip
+                      "template": {"metadata": {"labels": {"app": name, **(labels or {})}},
+                                   "spec": pod_spec}}  # fmt: skip
         if replicas is not None:
             spec["replicas"] = replicas
         made = await self.client.create(DEPLOYMENTS, {"metadata": {"name": name}, "spec": spec}, self.namespace)

@@ -1,14 +1,14 @@
 """From numbers to targets, for all models at once: which analyzers look, who allocates, who sleeps.
 
-What it remembers between cycles is what the analyzers learned, the last known means of requests, and how long an
-analyzer has been silent. None of it decides whether a fleet may shrink on missing numbers: that is never done.
+What it remembers between cycles is what the analyzers learned, the last known means of requests, and how long
+replicas take to start. None of it decides whether a fleet may shrink on missing numbers: that is never done.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.api.saturation_config import SaturationSettings
@@ -16,20 +16,18 @@ from tidemill.autoscaler import picker_queues
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import DecisionStore, Verdict
 from tidemill.autoscaler.members import Member, engine_loads, replica_load, reporting, request_shape
+from tidemill.autoscaler.startup import StartupTimes
 from tidemill.autoscaler.verdicts import metrics_verdict
 from tidemill.autoscaler.world import World
 from tidemill.capacity import allocation, exact, saturation, targets, zero
 from tidemill.capacity.allocation import Allocation
-from tidemill.capacity.analyzers import ANALYZERS, Analyzer
 from tidemill.capacity.inventory import UNLIMITED, Inventory
+from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
 from tidemill.capacity.queueing import LatencyTarget
-from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
 from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
 from tidemill.metrics.samples import Snapshot
-
-SILENT_CYCLES = 3  # after which an analyzer without a report abstains
 
 Group = tuple[str, str]
 """Namespace and model."""
@@ -56,13 +54,17 @@ class Planner:
         self._decisions = decisions
         self._inventory = inventory
         self._now = now
-        self._analyzers: dict[str, Analyzer] = {name: make() for name, make in ANALYZERS.items()}
+        self._judge = Judge()
+        self._startup = StartupTimes()
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
-        self._silent: dict[tuple[str, Role, str], int] = {}
 
     def in_depth(self, groups: Mapping[Group, Sequence[Member]], tracked: frozenset[str]) -> bool:
         """Whether any model is judged by more than percentages."""
-        return any(not self._settings(key, group, tracked).by_percentage for key, group in groups.items())
+        return any(
+            not self._settings(key, [member], tracked).by_percentage
+            for key, group in groups.items()
+            for member in group
+        )
 
     def plan(
         self, groups: Mapping[Group, Sequence[Member]], snapshot: Snapshot, tracked: frozenset[str]
@@ -118,7 +120,8 @@ class Planner:
                 found.decided.extend(targets.decide(saturation.analyze(loads, settings), variants))
             else:
                 view = self._view(key, role, mine, variants, settings, waiting, thresholds)
-                found.needs.append(self._need(view, settings))
+                need = self._judge.need(view, settings, now=self._now().timestamp(), lead=self._startup.lead(mine))
+                found.needs.append(need)
         return found
 
     def _settings(self, key: Group, members: Sequence[Member], tracked: frozenset[str]) -> SaturationSettings:
@@ -149,23 +152,6 @@ class Planner:
             queue_length_threshold=settings.queue_length_threshold,
             target=target if settings.has_latency_target else None,
         )
-
-    def _need(self, view: RoleView, settings: SaturationSettings) -> Need:
-        votes: list[CapacityReport] = []
-        silent: list[NoReport] = []
-        for name, (up, down) in sorted(settings.voting().items()):
-            found = self._analyzers[name].report(replace(view, thresholds=Thresholds(up=up, down=down)))
-            slot = (view.model, view.role, name)
-            if isinstance(found, CapacityReport):
-                self._silent.pop(slot, None)
-                votes.append(found)
-                continue
-            cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
-            silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
-        return Need(
-            model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),
-            priority=settings.priority,
-        )  # fmt: skip
 
     def _allocate(self, needs: list[Need]) -> Allocation:
         fleet = self._configuration.fleet()

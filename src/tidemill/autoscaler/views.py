@@ -43,6 +43,7 @@ class PodView:
     ip: str
     ready: bool
     ready_since: dt.datetime | None
+    created: dt.datetime | None
     terminating: bool
     metrics_port: int
 
@@ -229,6 +230,7 @@ def pod_view(obj: Json) -> PodView:
         ip=status.get("podIP") or "",
         ready=ready.get("status") == "True",
         ready_since=parse_time(since) if since else None,
+        created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         terminating="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
         metrics_port=_metrics_port(obj),
     )

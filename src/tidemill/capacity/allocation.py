@@ -71,14 +71,14 @@ def grow(need: Need) -> dict[str, int]:
 
 
 def shrink(need: Need) -> dict[str, int]:
-    """Replicas to take away, the dearest first. One replica of the role stays, of the cheapest variant."""
+    """Replicas to take away, the dearest first. What must stay is left to the cheapest."""
     left = {report.analyzer: report.spare for report in need.votes}
     candidates = [variant for variant in need.variants if variant.current > 0 and need.can_judge(variant)]
     others = sum(variant.current for variant in need.variants)
     removed: dict[str, int] = {}
     for variant in sorted(candidates, key=lambda v: (v.cost, v.name), reverse=True):
         count = need.removable(variant, left)
-        count = min(count, others - 1)
+        count = min(count, others - need.fewest)
         if count <= 0:
             continue
         removed[variant.name] = count

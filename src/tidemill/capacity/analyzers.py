@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tidemill.api.saturation_config import TOKENS
+from tidemill.api.saturation_config import QUEUEING_MODEL, THROUGHPUT, TOKENS
+from tidemill.capacity.latency import QueueingModelAnalyzer
 from tidemill.capacity.report import CapacityReport, NoReport
+from tidemill.capacity.throughput import ThroughputAnalyzer
 from tidemill.capacity.tokens import TokenAnalyzer
 from tidemill.capacity.view import RoleView
 
@@ -20,4 +22,8 @@ class Analyzer(Protocol):
     def report(self, view: RoleView) -> CapacityReport | NoReport: ...
 
 
-ANALYZERS: Mapping[str, Callable[[], Analyzer]] = {TOKENS: TokenAnalyzer}
+ANALYZERS: Mapping[str, Callable[[], Analyzer]] = {
+    TOKENS: TokenAnalyzer,
+    THROUGHPUT: ThroughputAnalyzer,
+    QUEUEING_MODEL: QueueingModelAnalyzer,
+}

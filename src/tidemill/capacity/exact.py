@@ -155,7 +155,7 @@ def _shrinking(program: _Program, need: Need) -> list[tuple[int, _Column]]:
         values = [float(report.per_replica[c.variant.name]) for _, c in found]
         program.row(-highspy.kHighsInf, float(report.spare) * (1 + 1e-12), indices, values)
     total = sum(variant.current for variant in need.variants)
-    program.row(-highspy.kHighsInf, float(total - 1), indices, [1.0] * len(indices))
+    program.row(-highspy.kHighsInf, float(max(0, total - need.fewest)), indices, [1.0] * len(indices))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from tidemill.capacity.report import ZERO, CapacityReport, NoReport, replicas_within
+from tidemill.capacity.report import ZERO, CapacityReport, NoReport, replicas_for, replicas_within
 from tidemill.capacity.saturation import show
 from tidemill.capacity.types import Role, VariantState
 
@@ -71,6 +71,19 @@ class Need:
         """Replicas of `variant` that may go when each analyzer still has `left` to spare."""
         within = min(replicas_within(left[r.analyzer], r.per_replica[variant.name]) for r in self.votes)
         return max(0, min(within, variant.current - (variant.min_replicas or 0)))
+
+    @property
+    def fewest(self) -> int:
+        """Replicas of all variants together that must stay for now: one, and at least half of them unless very
+        little is asked for. What replicas hold grows faster than their load, so half as many may hold more than
+        twice as much each: that is looked at before the next step."""
+        current = sum(variant.current for variant in self.variants)
+        half = -(-current // 2)
+        enough = 1
+        for report in self.votes:
+            if known := [capacity for capacity in report.per_replica.values() if capacity > 0]:
+                enough = max(enough, replicas_for(report.demand, min(known) * report.thresholds.down / 2))
+        return max(1, min(half, enough))
 
     def _replicas(self, report: CapacityReport, amount: Decimal) -> Decimal:
         """`amount` in replicas of the smallest variant, so that units can be compared."""

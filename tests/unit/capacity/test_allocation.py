@@ -37,13 +37,13 @@ def variant(
 
 
 def report(
-    each: Mapping[str, float], *, required: float = 0, spare: float = 0, analyzer: str = "saturation"
-) -> CapacityReport:
+    each: Mapping[str, float], *, required: float = 0, spare: float = 0, supply: float = 40,
+    analyzer: str = "saturation",
+) -> CapacityReport:  # fmt: skip
     """A report that misses `required` or has `spare`."""
-    supply = D(1000)
     return CapacityReport(
-        analyzer=analyzer, unit="tokens", per_replica={k: D(v) for k, v in each.items()}, supply=supply,
-        anticipated=supply, demand=supply + D(required) - D(spare), thresholds=ONE,
+        analyzer=analyzer, unit="tokens", per_replica={k: D(v) for k, v in each.items()}, supply=D(supply),
+        anticipated=D(supply), demand=max(D(0), D(supply) + D(required) - D(spare)), thresholds=ONE,
     )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ class TestExact:
 
 class TestAnalyzers:
     BOTH = staticmethod(lambda: [variant("a", 10, 3)])
+    SPARE = staticmethod(lambda: report({"a": 10}, spare=25, supply=30))
 
     def test_growth_takes_the_largest_vote(self) -> None:
         votes = report({"a": 10}, required=5), report({"a": 2}, required=5, analyzer="throughput")
@@ -149,18 +150,18 @@ class TestAnalyzers:
             assert way([need(self.BOTH(), *votes)]).replicas["ns/m", "a"] == 6
 
     def test_shrinking_takes_the_smallest(self) -> None:
-        votes = report({"a": 10}, spare=25), report({"a": 2}, spare=3, analyzer="throughput")
+        votes = self.SPARE(), report({"a": 2}, spare=3, supply=6, analyzer="throughput")
         for way in (solve, lambda needs: allocation.allocate(needs, UNLIMITED)):
             assert way([need(self.BOTH(), *votes)]).replicas["ns/m", "a"] == 2
 
     def test_A15_one_without_spare_keeps_what_there_is(self) -> None:
-        votes = report({"a": 10}, spare=25), report({"a": 2}, analyzer="throughput")
+        votes = self.SPARE(), report({"a": 2}, supply=6, analyzer="throughput")
         assert solve([need(self.BOTH(), *votes)]).replicas["ns/m", "a"] == 3
 
     @pytest.mark.parametrize(("holds", "right"), [(True, 3), (False, 1)])
     def test_A15_a_silent_one_holds_or_abstains(self, holds: bool, right: int) -> None:
         silent = NoReport("throughput", "has not reported for 5 cycles", holds)
-        given_need = need(self.BOTH(), report({"a": 10}, spare=25), silent=(silent,))
+        given_need = need(self.BOTH(), self.SPARE(), silent=(silent,))
         assert solve([given_need]).replicas["ns/m", "a"] == right
         assert f"throughput {'holds' if holds else 'abstains'}: has not reported" in sentence(given_need)
 
@@ -203,7 +204,8 @@ def _needs(draw: st.DrawFn) -> tuple[list[Need], Inventory]:
             )  # fmt: skip
         each = {name: draw(st.integers(5, 100)) for name in names}
         change = draw(st.integers(-200, 200))
-        one = report(each, required=max(0, change), spare=max(0, -change))
+        supply = sum(v.current * each[v.name] for v in variants)
+        one = report(each, required=max(0, change), spare=max(0, -change), supply=supply)
         needs.append(need(variants, one, model=f"ns/m{m}", priority=draw(st.integers(1, 3))))
     total = {kind: draw(st.integers(0, 12)) for kind in kinds}
     limited = draw(st.booleans())

@@ -1,0 +1,77 @@
+"""Demand as it is, not as one sample shows it: so that a constant load with its noise moves nothing.
+
+Samples since the last change of level are taken together. Growth is judged by an upper bound of their mean (two
+standard errors above it), which is wide at first and narrows: what was not too much at first seldom becomes so by
+chance, and what was provided for a level stays while the level does. A sample far from the mean, or three in a row
+on one side of it, is a new level, and counts as it is. While a level rises, demand is looked at for the time when
+a replica that is started now would be ready.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+FAR = 0.25  # share of the mean by which a sample is another level, whatever the noise
+FAR_DEVIATIONS = 4.0
+IN_A_ROW = 3
+ERRORS = 2.0  # standard errors of the upper bound
+KEPT = 120  # samples of one level; older ones are forgotten
+MOST = 2.0  # times the present demand that a forecast may reach
+
+
+@dataclass(slots=True)
+class Level:
+    """Samples of one quantity since it last changed its level: time in seconds, value."""
+
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    _provided: float = 0.0  # for this level; it does not fall while the level stays
+
+    def observe(self, now: float, value: float) -> None:
+        if self.samples and self._another(value):
+            # The last ones may already belong to it: they tell where it is going.
+            tail = self.samples[-(IN_A_ROW - 1) :]
+            rising = all(value > earlier > self._mean for _, earlier in tail)
+            self.samples = tail if rising else []
+            self._provided = 0.0
+        self.samples.append((now, value))
+        del self.samples[:-KEPT]
+
+    def upper(self, lead: float) -> float:
+        """Demand to provide for. `lead` is how long a replica takes to start, in seconds."""
+        newest = self.samples[-1][1]
+        count = len(self.samples)
+        if count >= IN_A_ROW and self._rises():
+            (since, first), (until, last) = self.samples[-IN_A_ROW], self.samples[-1]
+            slope = (last - first) / (until - since) if until > since else 0.0
+            return min(last + slope * lead, MOST * last)
+        if count < IN_A_ROW:
+            return newest
+        self._provided = max(self._provided, self._mean + ERRORS * self._deviation / math.sqrt(count))
+        return self._provided
+
+    @property
+    def _mean(self) -> float:
+        return sum(value for _, value in self.samples) / len(self.samples)
+
+    @property
+    def _deviation(self) -> float:
+        mean = self._mean
+        return math.sqrt(sum((value - mean) ** 2 for _, value in self.samples) / max(1, len(self.samples) - 1))
+
+    def _another(self, value: float) -> bool:
+        mean, deviation = self._mean, self._deviation
+        distance = abs(value - mean)
+        if distance > max(FAR * mean, FAR_DEVIATIONS * deviation if len(self.samples) >= IN_A_ROW else 0.0):
+            return True
+        last = [earlier for _, earlier in self.samples[-(IN_A_ROW - 1) :]] + [value]
+        if len(last) < IN_A_ROW or len(self.samples) < 2 * IN_A_ROW:
+            return False
+        return all(one > mean + deviation for one in last) or all(one < mean - deviation for one in last)
+
+    def _rises(self) -> bool:
+        last = [value for _, value in self.samples[-IN_A_ROW:]]
+        return len(self.samples) <= 2 * IN_A_ROW and all(
+            later > earlier * 1.02 for earlier, later in pairwise(last)
+        )

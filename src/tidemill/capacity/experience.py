@@ -1,0 +1,87 @@
+"""At which rate of requests replicas were short before: what keeps a constant load from shrinking a fleet into the
+very shortage that made it grow.
+
+What analyzers measure are stocks (tokens held, requests waiting), and stocks do not fall in proportion when
+replicas are added: a queue that cried for ten replicas is gone with three. The rate of requests stays the same. So
+each time a role is short at a steady rate, the rate per replica is remembered, and as a vote of its own it lets
+replicas go only where those left stay well below it. It never asks for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from tidemill.capacity.report import CapacityReport, Thresholds
+from tidemill.capacity.view import RoleView
+
+NAME = "experience"
+UNIT = "requests/s"
+STEADY = 0.15  # change of the rate between cycles up to which it is steady
+SHIFT = 0.25  # of mean tokens in or out: requests have become others
+RELAX = 1.0001  # a cycle: what was learned long ago may be tried again some day
+# It never asks for more: any demand is within a share of 10^6.
+_THRESHOLDS = Thresholds(up=Decimal(10) ** 6, down=Decimal("0.85"))
+
+
+@dataclass(slots=True)
+class Experience:
+    """Of one role of one model: by variant, the lowest rate per replica (requests/s) that was too much."""
+
+    too_much: dict[str, float] = field(default_factory=dict)
+    _last_rate: float | None = None
+    _shape: tuple[float, float] | None = None
+
+    def observe(self, view: RoleView, votes: Sequence[CapacityReport]) -> None:
+        """Take one cycle into account; `votes` are what the analyzers say now."""
+        for variant in self.too_much:
+            self.too_much[variant] *= RELAX
+        shape = view.shape
+        if shape.input_tokens is not None and shape.output_tokens is not None:
+            size = (float(shape.input_tokens), float(shape.output_tokens))
+            if self._shape is None or _differs(size, self._shape):
+                self.too_much.clear()
+                self._shape = size
+        rate, before = request_rate(view), self._last_rate
+        self._last_rate = rate
+        short = [vote for vote in votes if vote.demand > vote.supply * vote.thresholds.up]
+        if not short or not rate or before is None or abs(rate - before) > STEADY * before:
+            return
+        for vote in short:
+            if not vote.supply:
+                continue
+            for variant, each in vote.per_replica.items():
+                share = rate * float(each / vote.supply)
+                self.too_much[variant] = min(share, self.too_much.get(variant, share))
+
+    def vote(self, view: RoleView) -> CapacityReport | None:
+        """What must stay, if anything is known that could tell."""
+        rate = request_rate(view)
+        if not self.too_much or rate is None:
+            return None
+        per_replica: Mapping[str, Decimal] = {
+            name: Decimal(repr(round(value, 6))) for name, value in self.too_much.items()
+        }
+        supply, anticipated = view.supply(per_replica)
+        return CapacityReport(
+            analyzer=NAME,
+            unit=UNIT,
+            per_replica=per_replica,
+            supply=supply,
+            anticipated=anticipated,
+            demand=Decimal(repr(round(rate, 6))),
+            thresholds=_THRESHOLDS,
+            numbers={f"tooMuchPerReplica/{name}": f"{value:.3f}" for name, value in sorted(self.too_much.items())},
+        )
+
+
+def request_rate(view: RoleView) -> float | None:
+    """Requests per second that all engines finish; None unless each says so."""
+    rates = [engine.request_rate for engine in view.engines]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if rates and len(known) == len(rates) else None
+
+
+def _differs(new: tuple[float, float], old: tuple[float, float]) -> bool:
+    return any(abs(a - b) > SHIFT * max(b, 1.0) for a, b in zip(new, old, strict=True))

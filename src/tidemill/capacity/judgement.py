@@ -1,0 +1,79 @@
+"""From a view to a need: asks the analyzers, and weighs what they say against what they said before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from decimal import Decimal
+
+from tidemill.api.saturation_config import SaturationSettings
+from tidemill.capacity.analyzers import ANALYZERS, Analyzer
+from tidemill.capacity.demand import Level
+from tidemill.capacity.experience import Experience
+from tidemill.capacity.needs import Need
+from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
+from tidemill.capacity.types import Role
+from tidemill.capacity.view import RoleView
+
+SILENT_CYCLES = 3  # after which an analyzer without a report abstains
+SAME = Decimal("0.20")  # share by which a capacity may differ and still be taken for the same
+
+
+class Judge:
+    """Remembers what the analyzers learned, how long each has been silent, and the level of each demand."""
+
+    def __init__(self) -> None:
+        self._analyzers: dict[str, Analyzer] = {name: make() for name, make in ANALYZERS.items()}
+        self._silent: dict[tuple[str, Role, str], int] = {}
+        self._levels: dict[tuple[str, Role, str], Level] = {}
+        self._capacities: dict[tuple[str, Role, str], Mapping[str, Decimal]] = {}
+        self._experiences: dict[tuple[str, Role], Experience] = {}
+
+    def need(self, view: RoleView, settings: SaturationSettings, *, now: float, lead: float) -> Need:
+        """What the role asks for at `now` (seconds); a replica takes `lead` seconds to start."""
+        votes: list[CapacityReport] = []
+        silent: list[NoReport] = []
+        for name, (up, down) in sorted(settings.voting().items()):
+            found = self._analyzers[name].report(replace(view, thresholds=Thresholds(up=up, down=down)))
+            slot = (view.model, view.role, name)
+            if isinstance(found, CapacityReport):
+                self._silent.pop(slot, None)
+                votes.append(self._steadied(slot, found, view, now, lead))
+                continue
+            cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
+            silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
+        experience = self._experiences.setdefault((view.model, view.role), Experience())
+        experience.observe(view, votes)
+        if votes and (vote := experience.vote(view)) is not None:
+            votes.append(self._steadied((view.model, view.role, vote.analyzer), vote, view, now, 0.0))
+        return Need(
+            model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),
+            priority=settings.priority,
+        )  # fmt: skip
+
+    def _steadied(
+        self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float
+    ) -> CapacityReport:
+        """The report with its demand as the level shows it (the sample itself stays among the numbers), and with
+        capacities that are measured anew only when they differ."""
+        report = self._with_held_capacity(slot, report, view)
+        level = self._levels.setdefault(slot, Level())
+        level.observe(now, float(report.demand))
+        if len(level.samples) == 1:
+            return report
+        demand = Decimal(repr(round(level.upper(lead), 3)))
+        return replace(report, demand=demand, numbers={"demandNow": f"{report.demand:.3f}", **report.numbers})
+
+    def _with_held_capacity(
+        self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView
+    ) -> CapacityReport:
+        held = self._capacities.get(slot, {})
+        capacities = {
+            name: before if (before := held.get(name)) is not None and abs(now - before) <= SAME * before else now
+            for name, now in report.per_replica.items()
+        }
+        self._capacities[slot] = capacities
+        if capacities == report.per_replica:
+            return report
+        supply, anticipated = view.supply(capacities)
+        return replace(report, per_replica=capacities, supply=supply, anticipated=anticipated)

@@ -1,0 +1,151 @@
+"""A fleet that is not there, under the real analyzers and the real allocation, in simulated time.
+
+Each cycle the queueing model says how a replica runs at its share of the load, and noise is laid over it as a
+finite number of requests and sequences would bring. What exceeds the fleet's rate piles up and is worked off. It
+is a model of servers, not a server: scenarios with engines that schedule real batches are in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from itertools import pairwise
+
+from tidemill.api.saturation_config import SaturationSettings
+from tidemill.capacity import allocation
+from tidemill.capacity.inventory import UNLIMITED
+from tidemill.capacity.judgement import Judge
+from tidemill.capacity.queueing import LatencyTarget, ReplicaModel, ServiceTimes, Workload
+from tidemill.capacity.types import Role, VariantState
+from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
+from tidemill.sim.presets import presets
+
+WINDOW = 300.0  # seconds over which rates and means of requests are taken
+
+
+def times_of(preset: str) -> tuple[ServiceTimes, int]:
+    """Step times of a preset, and the tokens that its cache holds."""
+    parameters = presets()[preset].parameters
+    return ServiceTimes(
+        base=parameters.decode_base,
+        per_sequence=parameters.decode_per_sequence,
+        per_context_token=parameters.decode_per_sequence_token,
+        per_prompt_token=parameters.prefill_per_token,
+    ), parameters.kv_blocks * 16
+
+
+@dataclass
+class Lab:
+    """One variant of one model. `rate` gives requests per second at a time; a replica starts in `startup` s."""
+
+    rate: Callable[[float], float]
+    settings: SaturationSettings
+    preset: str = "llama-3.1-8b/l40s"
+    workload: Workload = Workload(input_tokens=1024, output_tokens=256)
+    startup: float = 60.0
+    interval: float = 60.0
+    replicas: int = 1
+    seed: int = 1
+    noise: bool = True
+    history: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        times, self._kv = times_of(self.preset)
+        self._model = ReplicaModel(times, self.workload, kv_tokens=self._kv)
+        self._judge = Judge()
+        self._ready_at = [0.0] * self.replicas
+        self._target = self.replicas
+        self._backlog = 0.0
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second that one replica can keep up with."""
+        return self._model.max_rate
+
+    def run(self, seconds: float) -> list[tuple[float, int]]:
+        """Cycle for so long; time and target after each cycle."""
+        now = 0.0
+        while now < seconds:
+            now += self.interval
+            self._cycle(now)
+            self.history.append((now, self._target))
+        return self.history
+
+    def _cycle(self, now: float) -> None:
+        ready = sum(1 for at in self._ready_at if at <= now)
+        rate = self.rate(now)
+        self._backlog = max(0.0, self._backlog + (rate - ready * self.capacity) * self.interval)
+        variant = VariantState(
+            name="v", cost=Decimal(10), current=len(self._ready_at), desired=self._target, reporting=ready,
+            ready=ready, accelerator="L40S", gpus=1,
+        )  # fmt: skip
+        target = LatencyTarget(
+            self.settings.ttft_target, self.settings.itl_target, self.settings.target_percentile
+        )
+        view = RoleView(
+            model="lab/m",
+            role=Role.BOTH,
+            variants=(variant,),
+            engines=tuple(self._engine(f"p{i}", rate / ready, self._backlog / ready) for i in range(ready)),
+            shape=RequestShape(
+                input_tokens=self._about(self.workload.input_tokens, rate * WINDOW),
+                output_tokens=self._about(self.workload.output_tokens, rate * WINDOW),
+                hit_rate=Decimal(0),
+            ),
+            target=target if self.settings.has_latency_target else None,
+        )
+        need = self._judge.need(view, self.settings, now=now, lead=self.startup)
+        found = allocation.allocate([need], UNLIMITED).replicas["lab/m", "v"]
+        self._scale(found, now)
+
+    def _scale(self, wanted: int, now: float) -> None:
+        self._target = wanted
+        while len(self._ready_at) < wanted:
+            self._ready_at.append(now + self.startup)
+        # Kubernetes takes those away first that are not ready.
+        self._ready_at = sorted(self._ready_at)[:wanted]
+
+    def _engine(self, name: str, rate: float, backlog: float) -> EngineLoad:
+        """One replica at its share of the load, with its share of what has piled up."""
+        full = backlog > 0 or rate > 0.98 * self.capacity
+        served = self.capacity if full else rate
+        seen = self._model.at(min(0.98 * self.capacity, max(1e-6, served)))
+        context = self.workload.input_tokens + 0.75 * self.workload.output_tokens
+        inside = self._model.batch if full else min(seen.inside, self._model.batch)
+        if self.noise:
+            # The largest number inside over a minute of requests that stay for inside / rate seconds each.
+            looks = max(1, int(60 / max(1.0, inside / max(served, 1e-6))))
+            inside = max(self._rng.gauss(inside, math.sqrt(inside)) for _ in range(looks))
+        in_batch = min(max(0.0, inside), self._model.batch)
+        return EngineLoad(
+            variant="v",
+            replica=name,
+            kv_usage=Decimal(repr(round(min(1.0, in_batch * context / self._kv), 4))),
+            queue_length=Decimal(max(0, round(backlog))),
+            kv_tokens=self._kv,
+            running=in_batch,
+            request_rate=float(self._about(served, served * WINDOW)),
+            output_rate=float(self._about(served * self.workload.output_tokens, served * WINDOW)),
+            ttft=float(self._about(seen.ttft + backlog / self.capacity, served * 60)),
+            # Over a whole answer the step times average out: requests differ by about a fifth.
+            itl=float(self._about(seen.itl, served * 60 * 25)),
+        )
+
+    def _about(self, value: float, samples: float) -> Decimal:
+        """A mean over so many samples, each spread as widely as its value."""
+        if self.noise:
+            value = max(0.0, self._rng.gauss(value, value / math.sqrt(max(1.0, samples))))
+        return Decimal(repr(round(value, 6)))
+
+
+def changes_after(history: Sequence[tuple[float, int]], seconds: float) -> list[tuple[float, int]]:
+    """Cycles after `seconds` whose target differs from the one before."""
+    return [now for before, now in pairwise(history) if now[0] > seconds and now[1] != before[1]]
+
+
+def settings(**fields: object) -> SaturationSettings:
+    return replace(SaturationSettings(analyzer_name="saturation"), **fields)  # type: ignore[arg-type]
