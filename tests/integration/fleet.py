@@ -167,7 +167,8 @@ class Fleet:
 
     async def pod(
         self, name: str, deployment: str | None, *, ready: bool = True, ip: str | None = None,
-        labels: dict[str, str] | None = None, since: dt.datetime = LONG_AGO,
+        labels: dict[str, str] | None = None, since: dt.datetime = LONG_AGO, node: str | None = None,
+        gpus: int = 0, claim: str | None = None,
     ) -> None:  # fmt: skip
         owners = []
         if deployment is not None:
@@ -177,6 +178,12 @@ class Fleet:
             "metadata": {"name": name, "ownerReferences": owners, "labels": labels or {}},
             "spec": {"containers": [{"name": "vllm", "image": "none"}]},
         }
+        if gpus:
+            body["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
+        if claim is not None:
+            body["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": claim}]
+        if node is not None:
+            body["spec"]["nodeName"] = node
         await self.client.create(PODS, body, self.namespace)
         await self.set_ready(name, ready, since=since, ip=ip or f"10.0.0.{next(self._addresses)}")
 

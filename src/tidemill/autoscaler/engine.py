@@ -23,7 +23,6 @@ from tidemill.autoscaler.members import Member, members
 from tidemill.autoscaler.planner import Planned, Planner
 from tidemill.autoscaler.views import PodView
 from tidemill.autoscaler.world import World
-from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.types import Cause, Direction
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
@@ -61,9 +60,7 @@ class Engine:
         self._changed = changed
         self._now = now
         self._dry_run = dry_run
-        self._planner = Planner(
-            world=world, configuration=configuration, decisions=decisions, inventory=lambda: UNLIMITED, now=now
-        )
+        self._planner = Planner(world=world, configuration=configuration, decisions=decisions, now=now)
         self._woken = asyncio.Event()
         self._scheduled_at = self._due = 0.0  # of the event loop's clock
         self._noted: set[str] = set()
@@ -122,14 +119,14 @@ class Engine:
         snapshot = await self._source.collect(
             self._retentions(ownership, tracked),
             deadline=COLLECT_DEADLINE,
-            in_depth=self._planner.in_depth(members(ownership, pods, NOTHING_ATTRIBUTED), tracked),
+            in_depth=self._planner.in_depth(members(self._world, ownership, pods, NOTHING_ATTRIBUTED), tracked),
         )
         if self._world.changes != seen:
             # While the numbers came in the cluster changed; what is decided is decided on the present.
             _, ownership, pods = self._look()
         attributed = attribute(self._world, snapshot.series)
         self._instruments.unattributed(attributed.unattributed)
-        groups = members(ownership, pods, attributed)
+        groups = members(self._world, ownership, pods, attributed)
         planned, remarks = self._planner.plan(groups, snapshot, tracked)
         self._note([*snapshot.notes, *remarks])
         decided = [(self._decision(plan), plan.member) for plan in planned]

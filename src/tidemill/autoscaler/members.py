@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from tidemill.api.manager_config import FreshnessThresholds
-from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
+from tidemill.autoscaler.accelerators import accelerator_of
 from tidemill.autoscaler.attribution import Attributed, EngineSample, Ownership, PodSample
 from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
+from tidemill.autoscaler.world import World
 from tidemill.capacity.types import ReplicaLoad
 from tidemill.capacity.view import EngineLoad, RequestShape
 from tidemill.kube.resources import ObjectKey
@@ -44,7 +45,7 @@ class Member:
 
 
 def members(
-    ownership: Ownership, pods: Mapping[ObjectKey, list[PodView]], attributed: Attributed
+    world: World, ownership: Ownership, pods: Mapping[ObjectKey, list[PodView]], attributed: Attributed
 ) -> dict[tuple[str, str], list[Member]]:
     """Variants that decide for an existing target, by namespace and model."""
     found: dict[tuple[str, str], list[Member]] = {}
@@ -53,7 +54,7 @@ def members(
             variant,
             target,
             tuple(Replica(pod, attributed.samples.get(pod.key)) for pod in sorted(pods[key], key=lambda p: p.key)),
-            variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator or UNKNOWN_ACCELERATOR,
+            accelerator_of(world, variant, target),
         )
         found.setdefault((key.namespace, member.model), []).append(member)
     return found

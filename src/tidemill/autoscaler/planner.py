@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.api.saturation_config import SaturationSettings
 from tidemill.autoscaler import picker_queues
+from tidemill.autoscaler.accelerators import claimed, inventory, placement
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import DecisionStore, Verdict
 from tidemill.autoscaler.members import Member, engine_loads, replica_load, reporting, request_shape
 from tidemill.autoscaler.startup import StartupTimes
 from tidemill.autoscaler.verdicts import metrics_verdict
+from tidemill.autoscaler.views import ResourceClaimView
 from tidemill.autoscaler.world import World
 from tidemill.capacity import allocation, exact, saturation, targets, zero
-from tidemill.capacity.allocation import Allocation
-from tidemill.capacity.inventory import UNLIMITED, Inventory
+from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
 from tidemill.capacity.queueing import LatencyTarget
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
 from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
+from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Snapshot
 
 Group = tuple[str, str]
@@ -47,15 +49,15 @@ class Planner:
 
     def __init__(
         self, *, world: World, configuration: Configuration, decisions: DecisionStore,
-        inventory: Callable[[], Inventory], now: Callable[[], dt.datetime],
+        now: Callable[[], dt.datetime],
     ) -> None:  # fmt: skip
         self._world = world
         self._configuration = configuration
         self._decisions = decisions
-        self._inventory = inventory
         self._now = now
         self._judge = Judge()
         self._startup = StartupTimes()
+        self._claims: dict[ObjectKey, ResourceClaimView] = {}
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
 
     def in_depth(self, groups: Mapping[Group, Sequence[Member]], tracked: frozenset[str]) -> bool:
@@ -70,17 +72,29 @@ class Planner:
         self, groups: Mapping[Group, Sequence[Member]], snapshot: Snapshot, tracked: frozenset[str]
     ) -> tuple[list[Planned], list[str]]:
         """Targets for all variants, and remarks for operators."""
+        self._claims = self._world.claims_by_key()
         waiting, remarks = picker_queues.assign(snapshot.picker_queues, groups, self._world.inference_pools())
         models = [
             self._look(key, groups[key], snapshot, tracked, waiting.get(key, UpstreamQueue()))
             for key in sorted(groups)
         ]
-        allocated = self._allocate([need for model in models for need in model.needs])
+        fleet = self._configuration.fleet()
+        selector = self._configuration.manager.node_selector
+        free = inventory(self._world, selector) if fleet.limited else UNLIMITED
+        unlimited = free.unknown if fleet.limited else ""
+        steps: dict[Group, Sequence[Target]] = {}
+        for model in models:
+            steps[model.key], free = targets.limited(model.decided, model.states, free, unlimited)
+        needs = [need for model in models for need in model.needs]
+        if fleet.optimizer == "greedy":
+            allocated = allocation.allocate(needs, free)
+        else:
+            allocated = exact.allocate(needs, free, time_limit=fleet.time_limit)
         planned: list[Planned] = []
         for model in models:
-            decided = [*model.decided]
+            decided = [*steps[model.key]]
             for need in model.needs:
-                decided += targets.allocated(need, allocated)
+                decided += targets.allocated(need, allocated, unlimited)
             decided = zero.sleep(
                 decided, model.states, model.loads, self._usage(model, snapshot),
                 self._configuration.scale_to_zero(
@@ -153,13 +167,6 @@ class Planner:
             target=target if settings.has_latency_target else None,
         )
 
-    def _allocate(self, needs: list[Need]) -> Allocation:
-        fleet = self._configuration.fleet()
-        inventory = self._inventory() if fleet.limited and needs else UNLIMITED
-        if fleet.optimizer == "greedy":
-            return allocation.allocate(needs, inventory)
-        return exact.allocate(needs, inventory, time_limit=fleet.time_limit)
-
     def _usage(self, model: _Model, snapshot: Snapshot) -> zero.Usage:
         gauges = [r.sample and r.sample.running for member in model.members for r in member.replicas]
         running = [gauge.value for gauge in gauges if gauge is not None]
@@ -184,7 +191,8 @@ class Planner:
             stalled=target.stalled,
             role=target.role,
             accelerator=member.accelerator,
-            gpus=target.gpus,
+            gpus=target.gpus or max((claimed(r.pod, self._claims) for r in member.replicas), default=0) or None,
+            placement=placement(target.accelerator, target.node_selector),
         )
 
     def _last_desired(self, member: Member) -> int | None:

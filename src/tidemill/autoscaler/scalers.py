@@ -1,12 +1,14 @@
-"""What is wrong with HPAs and ScaledObjects, said on them rather than passed over in silence."""
+"""What is wrong with variants and with HPAs and ScaledObjects, said on them rather than passed over in silence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
+from tidemill.autoscaler.accelerators import accelerator_of, products_of
 from tidemill.autoscaler.views import ScalerView, ValidVariant, usable
-from tidemill.autoscaler.world import World, scaler_ref
+from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS, World, scaler_ref
 from tidemill.kube.resources import ObjectKey, ObjectRef
 
 
@@ -24,6 +26,17 @@ def findings(world: World) -> Iterator[Finding]:
             yield from _annotations(scaler)
             yield from _rivals(world, scaler)
             yield from _mismatch(world, scaler)
+    products = products_of(world)
+    if len(products) > 1:
+        for variant in world.our_variants():
+            target = world.target_of(variant)
+            if target is not None and accelerator_of(world, variant, target) == UNKNOWN_ACCELERATOR:
+                yield Finding(
+                    _ref_of(variant),
+                    "AcceleratorNotResolved",
+                    f"no label {ACCELERATOR_LABEL}, and {variant.spec.target} selects none of the products that "
+                    f"nodes have ({', '.join(products)}): it is reported as {UNKNOWN_ACCELERATOR!r}",
+                )
 
 
 def _annotations(scaler: ScalerView) -> Iterator[Finding]:
@@ -63,6 +76,13 @@ def _mismatch(world: World, scaler: ScalerView) -> Iterator[Finding]:
                 f"{variant.spec.target}, but it scales {scaler.target}"
             )
             yield Finding(_ref(scaler), "ScaleTargetMismatch", message)
+
+
+def _ref_of(variant: ValidVariant) -> ObjectRef:
+    if variant.scaler is not None:
+        return scaler_ref(variant.scaler, variant.key, variant.uid)
+    resource = VARIANT_AUTOSCALINGS
+    return ObjectRef(resource.api_version, resource.kind, variant.key.namespace, variant.key.name, variant.uid)
 
 
 def _word(variant: ValidVariant) -> str:

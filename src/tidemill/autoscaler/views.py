@@ -45,7 +45,11 @@ class PodView:
     ready_since: dt.datetime | None
     created: dt.datetime | None
     terminating: bool
+    terminated: bool  # its containers have ended
     metrics_port: int
+    node: str  # "" until it is bound
+    gpus: int
+    claims: tuple[str, ...]  # ResourceClaims by name
 
     @property
     def address(self) -> str:
@@ -71,9 +75,29 @@ class DeploymentView:
     role: Role
     gpus: int | None  # of one replica; None when no container asks for any
     flags: EngineFlags
+    node_selector: Mapping[str, str]
     pod_labels: Mapping[str, str]
     created: dt.datetime | None
     deleting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node with accelerators. `product` is None when no label names it."""
+
+    name: str
+    labels: Mapping[str, str]
+    product: str | None
+    devices: int
+    schedulable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceClaimView:
+    """Devices that a claim asks for."""
+
+    key: ObjectKey
+    devices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +256,11 @@ def pod_view(obj: Json) -> PodView:
         ready_since=parse_time(since) if since else None,
         created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         terminating="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
+        terminated=status.get("phase") in ("Succeeded", "Failed"),
         metrics_port=_metrics_port(obj),
+        node=(obj.get("spec") or {}).get("nodeName") or "",
+        gpus=gpus_of(obj.get("spec") or {}) or 0,
+        claims=_claims(obj),
     )
 
 
@@ -256,10 +284,33 @@ def deployment_view(obj: Json) -> DeploymentView:
         role=_role(labels),
         gpus=gpus_of(template),
         flags=engine_flags(template),
+        node_selector=template.get("nodeSelector") or {},
         pod_labels=labels,
         created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         deleting="deletionTimestamp" in metadata,
     )
+
+
+def node_view(obj: Json) -> NodeView:
+    metadata = obj["metadata"]
+    labels: Mapping[str, str] = metadata.get("labels") or {}
+    allocatable = (obj.get("status") or {}).get("allocatable") or {}
+    ready = find_condition((obj.get("status") or {}).get("conditions") or (), "Ready")
+    return NodeView(
+        name=metadata["name"],
+        labels=labels,
+        product=next((labels[key] for key in ACCELERATOR_KEYS if key in labels), None),
+        devices=sum(int(allocatable[n]) for n in GPU_RESOURCES if str(allocatable.get(n, "")).isdigit()),
+        schedulable=not (obj.get("spec") or {}).get("unschedulable")
+        and (ready is None or ready.get("status") == "True"),
+    )
+
+
+def resource_claim_view(obj: Json) -> ResourceClaimView:
+    """Reads v1 (`exactly`) and the betas before it. A request without a count is for one device."""
+    requests = ((obj.get("spec") or {}).get("devices") or {}).get("requests") or ()
+    counts = [(request.get("exactly") or request).get("count") or 1 for request in requests]
+    return ResourceClaimView(ObjectKey.of(obj), sum(counts))
 
 
 def namespace_view(obj: Json) -> NamespaceView:
@@ -309,6 +360,16 @@ def gpus_of(pod_spec: Mapping[str, Any]) -> int | None:
         limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
         found += [int(limits[name]) for name in GPU_RESOURCES if str(limits.get(name, "")).isdigit()]
     return sum(found) or None
+
+
+def _claims(obj: Json) -> tuple[str, ...]:
+    """Names of the ResourceClaims of a pod: its own by name, those made from a template as the status has them."""
+    spec, status = obj.get("spec") or {}, obj.get("status") or {}
+    named = [c["resourceClaimName"] for c in spec.get("resourceClaims") or () if c.get("resourceClaimName")]
+    made = [
+        c["resourceClaimName"] for c in status.get("resourceClaimStatuses") or () if c.get("resourceClaimName")
+    ]
+    return tuple(dict.fromkeys([*named, *made]))
 
 
 _ROLES = frozenset(Role)

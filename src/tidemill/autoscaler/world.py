@@ -23,8 +23,10 @@ from tidemill.autoscaler.views import (
     ConfigMapView,
     DeploymentView,
     NamespaceView,
+    NodeView,
     PodView,
     ReplicaSetView,
+    ResourceClaimView,
     ScalerView,
     ServiceMonitorView,
     ValidVariant,
@@ -33,8 +35,10 @@ from tidemill.autoscaler.views import (
     config_map_view,
     deployment_view,
     namespace_view,
+    node_view,
     pod_view,
     replica_set_view,
+    resource_claim_view,
     scaler_view,
     service_monitor_view,
     usable,
@@ -46,6 +50,7 @@ from tidemill.kube.resources import (
     DEPLOYMENTS,
     HORIZONTAL_POD_AUTOSCALERS,
     NAMESPACES,
+    NODES,
     PODS,
     REPLICA_SETS,
     SERVICE_MONITORS,
@@ -63,6 +68,9 @@ SCALERS: Mapping[ScalerKind, Resource] = {
 INFERENCE_POOLS = (
     Resource(OLDER_POOL_GROUP, "v1alpha2", "inferencepools", "InferencePool"),
     Resource(POOL_GROUP, "v1", "inferencepools", "InferencePool"),
+)
+RESOURCE_CLAIMS = tuple(
+    Resource("resource.k8s.io", version, "resourceclaims", "ResourceClaim") for version in ("v1beta1", "v1")
 )
 VARIANT_AUTOSCALINGS = Resource(GROUP, VERSION, f"{KIND.lower()}s", KIND)
 
@@ -130,6 +138,11 @@ class World:
             watched(resource, decode=_pool, optional=True, namespace=watch_namespace)
             for resource in INFERENCE_POOLS
         ]
+        self.nodes: Informer[NodeView] = watched(NODES, decode=node_view, optional=True)
+        self.claims: list[Informer[ResourceClaimView]] = [
+            watched(resource, decode=resource_claim_view, optional=True, namespace=watch_namespace)
+            for resource in RESOURCE_CLAIMS
+        ]
         self.namespaces: Informer[NamespaceView] = watched(NAMESPACES, decode=namespace_view)
         # With one namespace to watch, the role may see no other: only that one and the controller's own.
         places = [None] if watch_namespace is None else sorted({namespace, watch_namespace})
@@ -165,6 +178,8 @@ class World:
             self.hpas,
             self.scaled_objects,
             *self.pools,
+            self.nodes,
+            *self.claims,
             *([self.namespaces] if self._cluster_wide else []),
             *self.config_maps,
             self.service_monitors,
@@ -269,6 +284,10 @@ class World:
         """Every pool once, in order of name, whatever versions of its kind the cluster has."""
         found = {(pool.namespace, pool.name): pool for store in self.pools for pool in store.store if pool}
         return [found[key] for key in sorted(found)]
+
+    def claims_by_key(self) -> dict[ObjectKey, ResourceClaimView]:
+        """Every ResourceClaim once, whatever versions of its kind the cluster has."""
+        return {claim.key: claim for informer in self.claims for claim in informer.store}
 
     def target_of(self, variant: ValidVariant) -> DeploymentView | None:
         """The scale target, if it exists and is not on its way out."""

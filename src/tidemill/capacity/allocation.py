@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from tidemill.capacity.inventory import Inventory
+from tidemill.api.names import UNKNOWN_ACCELERATOR
+from tidemill.capacity.inventory import Inventory, places, take
 from tidemill.capacity.needs import Need, ordered, spare_share
 from tidemill.capacity.report import ZERO, replicas_for
 from tidemill.capacity.types import VariantState
@@ -106,7 +107,7 @@ def fit(plans: Sequence[tuple[Need, dict[str, int]]], inventory: Inventory) -> d
         want = wanted[need.model, need.role.value]
         variants = {variant.name: variant for variant in need.variants}
         for name in sorted(want, key=lambda n: (variants[n].cost * need.missing(n), n)):
-            if plan[name] < want[name] and _take(variants[name], free):
+            if plan[name] < want[name] and take(variants[name], free):
                 plan[name] += 1
                 break
         else:
@@ -118,14 +119,22 @@ def fit(plans: Sequence[tuple[Need, dict[str, int]]], inventory: Inventory) -> d
     for need, plan in plans:
         want = wanted[need.model, need.role.value]
         cuts = [
-            f"{want[v.name]} more of {v.name} wanted, {plan[v.name]} granted: {v.gpus or 1} {v.accelerator} each, "
-            f"{inventory.free().get(v.accelerator, 0)} of {inventory.total.get(v.accelerator, 0)} free"
+            f"{want[v.name]} more of {v.name} wanted, {plan[v.name]} granted: {offer(v, inventory)}"
             for v in need.variants
             if v.name in want and plan[v.name] < want[v.name]
         ]
         if cuts:
             short[need.model, need.role.value] = "; ".join(cuts)
     return short
+
+
+def offer(variant: VariantState, inventory: Inventory) -> str:
+    """What a replica takes of what there is, in words."""
+    place = places(variant)[-1]
+    size = f"{variant.gpus}" if variant.gpus else "1 (its pod template does not say)"
+    if variant.accelerator == UNKNOWN_ACCELERATOR:
+        return f"{size} each of any accelerator, {sum(inventory.free().values())} free in all"
+    return f"{size} {place} each, {inventory.free().get(place, 0)} of {inventory.total.get(place, 0)} free"
 
 
 def _claim(
@@ -137,21 +146,3 @@ def _claim(
     missing = sum(want.values()) - sum(plan.values())
     name = tuple(-ord(letter) for letter in need.model)  # the first by name is the largest
     return need.priority * missing, -spare_share(need), name
-
-
-def _take(variant: VariantState, free: dict[str, int]) -> bool:
-    """Take the devices of one replica; False when there are not enough of them."""
-    size = variant.gpus or 1
-    if variant.accelerator in free:
-        if free[variant.accelerator] < size:
-            return False
-        free[variant.accelerator] -= size
-        return True
-    if variant.accelerator != "unknown":
-        return False
-    # Any product will do, but one replica is not spread over two.
-    for product in sorted(free, key=lambda p: (-free[p], p)):
-        if free[product] >= size:
-            free[product] -= size
-            return True
-    return False

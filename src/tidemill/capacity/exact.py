@@ -15,9 +15,10 @@ from decimal import Decimal
 import highspy
 import numpy as np
 
+from tidemill.api.names import UNKNOWN_ACCELERATOR
 from tidemill.capacity import allocation
 from tidemill.capacity.allocation import Allocation, VariantKey
-from tidemill.capacity.inventory import Inventory
+from tidemill.capacity.inventory import Inventory, places
 from tidemill.capacity.needs import Need, ordered
 from tidemill.capacity.types import VariantState
 
@@ -167,19 +168,24 @@ def _by_name(need: Need) -> Sequence[VariantState]:
 def _limit(program: _Program, columns: Sequence[tuple[int, _Column]], inventory: Inventory) -> None:
     free = inventory.free()
     growing = [(index, column.variant) for index, column in columns if column.sign > 0]
-    unknown = [(index, v) for index, v in growing if v.accelerator == "unknown"]
-    for product in sorted({v.accelerator for _, v in growing} - {"unknown"}):
-        mine = [(index, v) for index, v in growing if v.accelerator == product]
+    known = [(index, v) for index, v in growing if v.accelerator != UNKNOWN_ACCELERATOR]
+    for place in sorted({place for _, v in known for place in places(v)}):
+        mine = [(index, v) for index, v in known if place in places(v)]
         program.row(
-            -highspy.kHighsInf, float(free.get(product, 0)), [i for i, _ in mine],
+            -highspy.kHighsInf,
+            float(free.get(place, 0)),
+            [i for i, _ in mine],
             [float(v.gpus or 1) for _, v in mine],
-        )  # fmt: skip
-    if unknown:
+        )
+    if len(known) < len(growing):
         # They may take any: never more in all than there is.
+        everything = sum(count for place, count in free.items() if " on " not in place)
         program.row(
-            -highspy.kHighsInf, float(sum(free.values())), [i for i, _ in growing],
+            -highspy.kHighsInf,
+            float(everything),
+            [i for i, _ in growing],
             [float(v.gpus or 1) for _, v in growing],
-        )  # fmt: skip
+        )
 
 
 def _short(
@@ -187,7 +193,6 @@ def _short(
 ) -> dict[tuple[str, str], str]:
     """What was cut, where accelerators did not suffice for what the need would have taken."""
     short: dict[tuple[str, str], str] = {}
-    free = inventory.free()
     for need in needs:
         uncovered = [
             report
@@ -204,8 +209,6 @@ def _short(
         if uncovered and room and not at_maximum:
             granted = sum(replicas[need.model, v.name] - v.current for v in need.variants)
             wanted = sum(allocation.grow(need).values())
-            offers = ", ".join(
-                f"{v.name} takes {v.gpus or 1} {v.accelerator} of {free.get(v.accelerator, 0)} free" for v in room
-            )
+            offers = "; ".join(f"{v.name} takes {allocation.offer(v, inventory)}" for v in room)
             short[need.model, need.role.value] = f"{wanted} more wanted, {granted} granted: {offers}"
     return short

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tidemill.capacity.allocation import Allocation
+from tidemill.capacity.allocation import Allocation, offer
+from tidemill.capacity.inventory import Inventory
 from tidemill.capacity.needs import Need, numbers, sentence
 from tidemill.capacity.saturation import ANALYZER, SaturationReport, show
 from tidemill.capacity.types import Cause, Direction, Explanation, Target, VariantState
@@ -30,8 +32,9 @@ def decide(report: SaturationReport | None, variants: Sequence[VariantState]) ->
     return hold(ordered, Cause.STEADY, sentence, report)
 
 
-def allocated(need: Need, allocation: Allocation) -> tuple[Target, ...]:
-    """Targets of one role of a model as they were allocated, in order of name, with what led there."""
+def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[Target, ...]:
+    """Targets of one role of a model as they were allocated, in order of name, with what led there. `unlimited`
+    says why accelerators, which should limit growth, could not."""
     binding = need.binding
     if binding is None:
         return hold(need.variants, Cause.NO_NUMBERS, sentence(need))
@@ -50,18 +53,56 @@ def allocated(need: Need, allocation: Allocation) -> tuple[Target, ...]:
     text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
     if need.growing and not steps and not cut:
         text += f", since no variant can grow: {'; '.join(_why_not_up(v) for v in need.variants)}"
-    if cut:
-        text += f"; accelerators are short: {cut}"
+    limits = f"accelerators are short: {cut}" if cut else ""
+    if unlimited and need.growing:
+        limits = _not_limited(unlimited)
+    if limits:
+        text += f"; {limits}"
     return tuple(
         _bounded(
             variant,
             allocation.replicas[need.model, variant.name],
             Explanation(
-                binding.analyzer, cause if moved[variant.name] or not steps else Cause.OTHER_VARIANT, text, found
+                binding.analyzer,
+                cause if moved[variant.name] or not steps else Cause.OTHER_VARIANT,
+                text,
+                found,
+                limits,
             ),
         )
         for variant in sorted(need.variants, key=lambda v: v.name)
     )
+
+
+def limited(
+    targets: Sequence[Target], variants: Sequence[VariantState], inventory: Inventory, unlimited: str
+) -> tuple[tuple[Target, ...], Inventory]:
+    """Steps that were decided by themselves, one replica each, as far as there are accelerators for them; and what
+    is left. `unlimited` is as for `allocated`."""
+    by_name = {variant.name: variant for variant in variants}
+    found: list[Target] = []
+    for target in targets:
+        variant, why = by_name[target.variant], target.explanation
+        if target.direction is not Direction.UP or target.replicas <= variant.current:
+            found.append(target)
+            continue
+        left = inventory.take(variant)
+        if left is not None:
+            inventory = left
+            limits = _not_limited(unlimited) if unlimited else ""
+            sentence = f"{why.sentence}; {limits}" if limits else why.sentence
+            found.append(replace(target, explanation=replace(why, sentence=sentence, limits=limits)))
+            continue
+        limits = f"accelerators are short: 1 more wanted, 0 granted: {offer(variant, inventory)}"
+        explanation = replace(
+            why, cause=Cause.ACCELERATORS_SHORT, sentence=f"{why.sentence}; {limits}", limits=limits
+        )
+        found.append(replace(target, replicas=variant.current, direction=Direction.HOLD, explanation=explanation))
+    return tuple(found), inventory
+
+
+def _not_limited(why: str) -> str:
+    return f"which accelerators are free is not known, so growth is not limited: {why}"
 
 
 def hold(

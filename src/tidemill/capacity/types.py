@@ -45,6 +45,7 @@ class VariantState:
     role: Role = Role.BOTH
     accelerator: str = "unknown"
     gpus: int | None = None  # of one replica; None when its pod template does not say
+    placement: str = ""  # the nodes of that accelerator which its pods may go to, when not all of them
 
     @property
     def pending(self) -> int:
@@ -94,6 +95,7 @@ class Explanation:
     cause: Cause
     sentence: str
     numbers: Mapping[str, str] = field(default_factory=dict)
+    limits: str = ""  # what inventory cut, or could not know
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -101,6 +103,7 @@ class Explanation:
             "cause": self.cause.value,
             "sentence": self.sentence,
             "numbers": dict(self.numbers),
+            **({"limits": self.limits} if self.limits else {}),
         }
 
 

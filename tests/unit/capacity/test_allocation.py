@@ -137,7 +137,7 @@ class TestExact:
         ]
         found = solve(needs, Inventory(total={"A100": 12}, used={"A100": 4}))
         assert (found.replicas["ns/A", "a"], found.replicas["ns/B", "b"]) == (5, 1)
-        assert found.short == {("ns/B", "both"): "4 more wanted, 0 granted: b takes 2 A100 of 8 free"}
+        assert found.short == {("ns/B", "both"): "4 more wanted, 0 granted: b takes 2 A100 each, 8 of 12 free"}
 
 
 class TestAnalyzers:

@@ -1,0 +1,341 @@
+"""The capacity engine on a cluster: configuration to exported decision, with the inputs of the public cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.conftest import CRDS, create_namespace
+from tests.integration.fleet import MODEL, NAMESPACE, Fleet, Harness, plain_crd, running
+
+from tidemill.api.inference_crd import inference_crds
+from tidemill.autoscaler.accelerators import inventory
+from tidemill.autoscaler.world import INFERENCE_POOLS, RESOURCE_CLAIMS
+from tidemill.kube.resources import NODES
+from tidemill.metrics.samples import PickerQueue, Quantity
+
+TOKENS = {"default": "analyzerName: saturation"}
+LIMITED = {"default": "analyzerName: saturation\nenableLimiter: true"}
+BY_PERCENTAGE = {"default": "enableLimiter: true"}
+CONFIG = "wva-saturation-scaling-config"
+FULL = 100_000
+
+
+def means(size_in: float, size_out: float, *, rate: float = 1.0) -> dict[Quantity, float]:
+    return {
+        Quantity.PROMPT_TOKENS: size_in * rate,
+        Quantity.PROMPTS: rate,
+        Quantity.OUTPUT_TOKENS: size_out * rate,
+        Quantity.OUTPUTS: rate,
+    }
+
+
+@pytest.fixture
+async def v2(fleet: Fleet, harness: Harness) -> Harness:
+    """A controller that judges by tokens."""
+    await fleet.config_map(CONFIG, TOKENS)
+    return harness
+
+
+def put(harness: Harness, pod: str, kv: float, queue: float, **more: Any) -> None:
+    harness.source.put(pod, kv, queue, **{"kv_tokens": FULL, **more})
+
+
+async def explanation(harness: Harness, name: str) -> dict[str, Any]:
+    (decision,) = [d for d in harness.controller.decisions.all() if d.variant.name == name]
+    return decision.explanation.as_dict()
+
+
+class TestByTokens:
+    async def test_several_steps_at_once(self, fleet: Fleet, v2: Harness) -> None:
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        put(v2, pod, 0.95, 100, rates=means(1000, 200))
+        await v2.cycle()
+        assert v2.source.in_depth
+        # 95,000 held and 100,000 waiting: 229,411.8 wanted where there are 80,000.
+        assert v2.desired("va-a") == 3
+        found = await explanation(v2, "va-a")
+        assert (found["analyzer"], found["cause"]) == ("saturation", "DemandAboveCapacity")
+        assert "+2 va-a (exact)" in found["sentence"]
+        assert found["numbers"]["saturation/demand"] == "195000"
+
+    async def test_percentages_stay_the_default(self, fleet: Fleet, harness: Harness) -> None:
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        put(harness, pod, 0.95, 100, rates=means(1000, 200))
+        await harness.cycle()
+        assert not harness.source.in_depth
+        assert harness.desired("va-a") == 2
+
+    async def test_one_model_may_be_judged_otherwise(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.config_map(CONFIG, {"mine": f"model_id: {MODEL}\nanalyzerName: saturation"})
+        for name, model in (("a", MODEL), ("b", "other")):
+            (pod,) = await fleet.deployment(f"dep-{name}", 1)
+            await fleet.variant(f"va-{name}", f"dep-{name}", modelID=model)
+            put(harness, pod, 0.95, 100, rates=means(1000, 200), model=model)
+        await harness.cycle()
+        assert (harness.desired("va-a"), harness.desired("va-b")) == (3, 2)
+
+    async def test_a01_a_missing_gauge_holds(self, fleet: Fleet, v2: Harness) -> None:
+        pods = await fleet.deployment("dep-a", 3)
+        await fleet.variant("va-a", "dep-a")
+        for pod, kv in zip(pods, (0.1, 0.1, None), strict=True):
+            v2.source.put(pod, kv, 0, kv_tokens=FULL)
+        for _ in range(3):
+            await v2.cycle()
+            assert v2.desired("va-a") == 3
+
+    async def test_a03_averages_of_nothing(self, fleet: Fleet, v2: Harness) -> None:
+        pods = await fleet.deployment("dep-a", 4)
+        await fleet.variant("va-a", "dep-a")
+        for pod in pods:
+            put(v2, pod, 0.02, 0, rates={Quantity.PROMPT_TOKENS: 0.0, Quantity.PROMPTS: 0.0})
+        await v2.cycle()
+        assert v2.desired("va-a") == 1
+        assert "nan" not in v2.series().lower()
+
+    async def test_a13_ranks_of_a_pod(self, fleet: Fleet, v2: Harness) -> None:
+        pods = await fleet.deployment("dep-a", 7)
+        await fleet.variant("va-a", "dep-a")
+        for pod in pods:
+            for rank in range(8):
+                put(v2, pod, 0.6, 0, engine=str(rank))
+        await v2.cycle()
+        assert v2.desired("va-a") == 7
+        assert (await explanation(v2, "va-a"))["numbers"]["saturation/supply"] == "4480000"
+
+    @pytest.mark.parametrize(("queue", "desired"), [(40, 2), (80, 3)])
+    async def test_a19_an_unready_pod_does_not_hide_a_ready_one(
+        self, fleet: Fleet, v2: Harness, queue: int, desired: int
+    ) -> None:
+        pods = await fleet.deployment("dep-a", 2, ready=1)
+        await fleet.variant("va-a", "dep-a")
+        put(v2, pods[0], 0.95, queue, rates=means(1000, 0))
+        await v2.cycle()
+        assert v2.desired("va-a") == desired
+        assert (await fleet.condition("va-a", "MetricsAvailable"))["status"] == "True"
+
+    async def test_a_cache_of_unknown_size_holds_and_says_so(self, fleet: Fleet, v2: Harness) -> None:
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        v2.source.put(pod, 0.95, 9)
+        await v2.cycle()
+        assert v2.desired("va-a") == 1
+        found = await fleet.condition("va-a", "OptimizationReady")
+        assert (found["status"], found["reason"]) == ("False", "MetricsUnavailable")
+        assert "vllm:cache_config_info" in found["message"]
+
+    async def test_a_target_at_0_stays_there(self, fleet: Fleet, v2: Harness) -> None:
+        await fleet.deployment("dep-b", 0)
+        await fleet.variant("va-b", "dep-b", variantCost="1.0")
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        put(v2, pod, 0.95, 50, rates=means(1000, 200))
+        await v2.cycle()
+        assert (v2.desired("va-a"), v2.desired("va-b")) == (3, 0)
+
+    async def test_a_constant_load_decides_once(self, fleet: Fleet, v2: Harness) -> None:
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        put(v2, pod, 0.75, 0, rates=means(1000, 200))
+        for _ in range(5):
+            await v2.cycle()
+        assert v2.desired("va-a") == 2
+        assert len(v2.controller.decisions.history(v2.controller.decisions.all()[0].variant)) == 1
+
+
+class TestRoles:
+    async def pair(self, fleet: Fleet, **decode: Any) -> tuple[list[str], list[str]]:
+        prefill = await fleet.deployment("prefill", 2, labels={"llm-d.ai/role": "prefill"})
+        decode_pods = await fleet.deployment("decode", 2, labels={"llm-d.ai/role": "decode"}, **decode)
+        await fleet.variant("va-prefill", "prefill")
+        await fleet.variant("va-decode", "decode")
+        return prefill, decode_pods
+
+    @pytest.mark.parametrize("config", [{}, TOKENS], ids=["percentages", "tokens"])
+    async def test_w2_roles_are_not_pooled(self, fleet: Fleet, harness: Harness, config: dict[str, str]) -> None:
+        await fleet.config_map(CONFIG, config)
+        prefill, decode = await self.pair(fleet)
+        for pod in prefill:
+            put(harness, pod, 0.05, 0, rates=means(1000, 200))
+        for pod in decode:
+            put(harness, pod, 0.92, 0, rates=means(1000, 200))
+        await harness.cycle()
+        assert harness.desired("va-decode") == 3
+        assert harness.desired("va-prefill") in (1, 2)
+
+    @pytest.mark.parametrize("config", [{}, TOKENS], ids=["percentages", "tokens"])
+    async def test_w3_a_pending_decode_pod_does_not_block_prefill(
+        self, fleet: Fleet, harness: Harness, config: dict[str, str]
+    ) -> None:
+        await fleet.config_map(CONFIG, config)
+        prefill, decode = await self.pair(fleet)
+        await fleet.set_ready(decode[1], False)
+        for pod in prefill:
+            put(harness, pod, 0.5, 40, rates=means(4000, 200))
+        put(harness, decode[0], 0.3, 0, rates=means(4000, 200))
+        await harness.cycle()
+        assert (harness.desired("va-prefill") or 0) > 2
+        assert harness.desired("va-decode") == 2
+
+
+class TestQueuesAtPickers:
+    async def two_tenants(self, fleet: Fleet) -> Fleet:
+        for crd in inference_crds():
+            await fleet.client.create(CRDS, crd)
+        other = Fleet(fleet.client, "b")
+        await create_namespace(fleet.client, "b")
+        for place, name in ((fleet, "pa"), (other, "pb")):
+            await place.deployment("dep", 1, labels={"pool": name})
+            await place.variant("va", "dep", modelID="m")
+            pool = {
+                "metadata": {"name": name},
+                "spec": {
+                    "selector": {"matchLabels": {"pool": name}},
+                    "targetPorts": [{"number": 8000}],
+                    "endpointPickerRef": {"name": "epp", "port": {"number": 9002}},
+                },
+            }
+            await fleet.client.create(INFERENCE_POOLS[1], pool, place.namespace)
+        return other
+
+    async def test_a11_each_pool_has_its_own(self, fleet: Fleet) -> None:
+        await self.two_tenants(fleet)
+        await fleet.config_map(CONFIG, TOKENS)
+        async with running(fleet.client) as harness:
+            for namespace in (NAMESPACE, "b"):
+                put(harness, "dep-0", 0.4, 0, model="m", namespace=namespace, rates=means(1000, 200))
+            harness.source.picker_queues = [PickerQueue("m", "pa", "", 30, 0), PickerQueue("m", "pb", "", 0, 0)]
+            await harness.cycle()
+            assert (harness.desired("va"), harness.desired("va", "b")) == (2, 1)
+
+    async def test_a11_what_nothing_tells_apart_counts_once(self, fleet: Fleet, capsys: Any) -> None:
+        await self.two_tenants(fleet)
+        await fleet.config_map(CONFIG, TOKENS)
+        async with running(fleet.client) as harness:
+            for namespace in (NAMESPACE, "b"):
+                put(harness, "dep-0", 0.4, 0, model="m", namespace=namespace, rates=means(1000, 200))
+            harness.source.picker_queues = [PickerQueue("m", "", "", 30, 0)]
+            await harness.cycle()
+            assert (harness.desired("va"), harness.desired("va", "b")) == (1, 2)
+            assert "counted once, for b" in capsys.readouterr().out
+
+
+class TestInventory:
+    """Two A100 are asked for (by tokens), or one (by percentages); both fit on one node or not at all."""
+
+    async def node(
+        self, fleet: Fleet, name: str, devices: int, *, product: str = "A100", vendor: str = "nvidia.com",
+        labels: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        body = {"metadata": {"name": name, "labels": {f"{vendor}/gpu.product": product, **(labels or {})}}}
+        await fleet.client.create(NODES, body)
+        status = {"allocatable": {f"{vendor}/gpu": str(devices)}}
+        await fleet.client.patch(NODES, name, {"status": status}, sub="status")
+
+    async def serving(self, fleet: Fleet, harness: Harness, **pod_spec: Any) -> None:
+        gpu = {"name": "vllm", "image": "none", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+        (pod,) = await fleet.deployment("dep-a", 1, containers=[gpu], **pod_spec)
+        await fleet.variant("va-a", "dep-a")
+        put(harness, pod, 0.95, 100, rates=means(1000, 200))
+
+    @pytest.mark.parametrize(("config", "desired"), [(LIMITED, 3), (BY_PERCENTAGE, 2)], ids=["tokens", "percent"])
+    async def test_a20_enough(self, fleet: Fleet, harness: Harness, config: dict[str, str], desired: int) -> None:
+        await fleet.config_map(CONFIG, config)
+        await self.node(fleet, "n", 8)
+        await self.serving(fleet, harness)
+        await harness.cycle()
+        assert harness.desired("va-a") == desired
+
+    @pytest.mark.parametrize("config", [LIMITED, BY_PERCENTAGE], ids=["tokens", "percent"])
+    async def test_a20_really_empty(self, fleet: Fleet, harness: Harness, config: dict[str, str]) -> None:
+        await fleet.config_map(CONFIG, config)
+        await self.node(fleet, "n", 8)
+        await fleet.pod("other", None, node="n", gpus=8)
+        await self.serving(fleet, harness)
+        await harness.cycle()
+        assert harness.desired("va-a") == 1
+        found = await explanation(harness, "va-a")
+        assert found["cause"] == "AcceleratorsShort"
+        assert "0 granted" in found["limits"]
+        assert "0 of 8 free" in found["limits"]
+        (event,) = await fleet.events("ResourceConstrained")
+        assert "0 of 8 free" in event["message"]
+
+    @pytest.mark.parametrize(("config", "desired"), [(LIMITED, 3), (BY_PERCENTAGE, 2)], ids=["tokens", "percent"])
+    async def test_a20_unknown_grants_and_says_which_verb_is_missing(
+        self, fleet: Fleet, harness: Harness, config: dict[str, str], desired: int
+    ) -> None:
+        await fleet.config_map(CONFIG, config)
+        harness.controller.world.nodes._kind_is_absent("nodes is forbidden")
+        await self.serving(fleet, harness)
+        await harness.cycle()
+        assert harness.desired("va-a") == desired
+        (event,) = await fleet.events("ResourceConstrained")
+        assert "verbs list and watch on nodes" in event["message"]
+
+    async def test_a20_amd(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.config_map(CONFIG, LIMITED)
+        await self.node(fleet, "n", 8, product="MI300X", vendor="amd.com")
+        gpu = {"name": "vllm", "image": "none", "resources": {"limits": {"amd.com/gpu": "1"}}}
+        (pod,) = await fleet.deployment(
+            "dep-a", 1, containers=[gpu], nodeSelector={"amd.com/gpu.product": "MI300X"}
+        )
+        await fleet.variant("va-a", "dep-a", labels={})
+        put(harness, pod, 0.95, 100, rates=means(1000, 200))
+        await harness.cycle()
+        assert harness.desired("va-a") == 3
+
+    async def test_as5_nothing_from_the_nodes_of_another_team(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.config_map(CONFIG, LIMITED)
+        await self.node(fleet, "n-a", 4, labels={"team": "a"})
+        await self.node(fleet, "n-b", 4, labels={"team": "b"})
+        await fleet.pod("other", None, node="n-a", gpus=4)
+        await self.serving(fleet, harness, nodeSelector={"team": "a", "nvidia.com/gpu.product": "A100"})
+        await harness.cycle()
+        assert harness.desired("va-a") == 1
+        assert "A100 on team=a each, 0 of 4 free" in (await explanation(harness, "va-a"))["limits"]
+
+    async def test_a21_a_shared_claim_counts_once(self, fleet: Fleet, harness: Harness) -> None:
+        for version in ("v1", "v1beta1"):
+            crd = plain_crd("resource.k8s.io", version, "resourceclaims", "ResourceClaim")
+            if version == "v1":
+                await fleet.client.create(CRDS, crd)
+        await self.node(fleet, "n", 8)
+        claim = {
+            "metadata": {"name": "four"},
+            "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"count": 4}}]}},
+        }
+        await fleet.client.create(RESOURCE_CLAIMS[1], claim, NAMESPACE)
+        for i in range(4):
+            await fleet.pod(f"group-{i}", None, node="n", claim="four")
+        async with running(fleet.client) as controller:
+            await controller.caught_up()
+            found = inventory(controller.controller.world, ())
+            assert found.free() == {"A100": 4}
+
+    async def test_a22_the_only_product_is_meant(self, fleet: Fleet, harness: Harness) -> None:
+        await self.node(fleet, "n", 8)
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a", labels={})
+        put(harness, pod, 0.9, 9)
+        await harness.cycle()
+        assert harness.desired("va-a") == 2
+        assert (await fleet.status("va-a"))["desiredOptimizedAlloc"]["accelerator"] == "A100"
+
+    async def test_a22_of_two_products_neither_is_guessed(self, fleet: Fleet, harness: Harness) -> None:
+        await self.node(fleet, "n1", 2)
+        await self.node(fleet, "n2", 2, product="H100")
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a", labels={})
+        put(harness, pod, 0.9, 9)
+        for _ in range(2):
+            await harness.cycle()
+            harness.controller._periodic_pass()
+        await harness.settle()
+        assert harness.desired("va-a") == 2
+        assert (await fleet.status("va-a"))["desiredOptimizedAlloc"]["accelerator"] == "unknown"
+        (event,) = await fleet.events("AcceleratorNotResolved")
+        assert event.get("count", 1) == 1
+        assert "A100, H100" in event["message"]
