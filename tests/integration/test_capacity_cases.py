@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.conftest import CRDS, create_namespace
-from tests.integration.fleet import MODEL, NAMESPACE, Fleet, Harness, plain_crd, running
+from aiohttp import web
+from tests.conftest import CRDS, create_namespace, eventually
+from tests.integration.fleet import MODEL, NAMESPACE, SCALE, Fleet, Harness, plain_crd, running
 
 from tidemill.api.inference_crd import inference_crds
 from tidemill.autoscaler.accelerators import inventory
-from tidemill.autoscaler.world import INFERENCE_POOLS, RESOURCE_CLAIMS
-from tidemill.kube.resources import NODES
+from tidemill.autoscaler.world import INFERENCE_POOLS, RESOURCE_CLAIMS, SCALED_OBJECTS
+from tidemill.kube.resources import DEPLOYMENTS, NODES
 from tidemill.metrics.samples import PickerQueue, Quantity
 
 TOKENS = {"default": "analyzerName: saturation"}
@@ -339,3 +343,109 @@ class TestInventory:
         (event,) = await fleet.events("AcceleratorNotResolved")
         assert event.get("count", 1) == 1
         assert "A100, H100" in event["message"]
+
+
+class TestFromZero:
+    ENABLED = "enable_scale_to_zero: true\nretention_period: 10m"
+
+    async def asleep(self, fleet: Fleet, **costs: str) -> None:
+        await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
+        for name, cost in costs.items():
+            await fleet.deployment(f"dep-{name}", 0)
+            await fleet.variant(f"va-{name}", f"dep-{name}", variantCost=cost)
+
+    async def replicas(self, fleet: Fleet, *names: str) -> list[int]:
+        return [(await fleet.client.get(DEPLOYMENTS, f"dep-{n}", NAMESPACE))["spec"]["replicas"] for n in names]
+
+    async def test_a25_one_variant_is_woken_at_once_and_stays(self, fleet: Fleet, harness: Harness) -> None:
+        await self.asleep(fleet, c="10.0", b="5.0", a="5.0")
+        await harness.cycle()
+        harness.source.picker_queues = [PickerQueue(MODEL, "", "", 1, 900)]
+        await harness.cycle()
+        assert await self.replicas(fleet, "a", "b", "c") == [1, 0, 0]
+        assert harness.desired("va-a") == 1
+        harness.source.picker_queues = [PickerQueue(MODEL, "", "", 2, 1800)]
+        for _ in range(3):
+            await harness.cycle()
+            assert await self.replicas(fleet, "a", "b", "c") == [1, 0, 0]
+            assert [harness.desired(f"va-{n}") for n in "abc"] == [1, 0, 0]
+        (event,) = await fleet.events("ScaledUp")
+        assert "waiting at the endpoint picker" in event["message"]
+
+    async def test_a25_within_a_second_by_the_pickers_own_metrics(self, fleet: Fleet) -> None:
+        await self.asleep(fleet, a="5.0")
+        waiting = 0.0
+
+        async def metrics(request: web.Request) -> web.Response:
+            name, labels = "llm_d_epp_flow_control_queue_size", f'target_model_name="{MODEL}",model_name="x"'
+            return web.Response(text=f"{name}{{{labels}}} {waiting:g}\n")
+
+        app = web.Application()
+        app.router.add_get("/metrics", metrics)
+        async with serving(app) as url, running(fleet.client, picker_metrics=(f"{url}/metrics",)) as harness:
+            await harness.caught_up()
+            assert await self.replicas(fleet, "a") == [0]
+            waiting, begun = 1.0, time.monotonic()
+
+            async def woken() -> bool:
+                return await self.replicas(fleet, "a") == [1]
+
+            await eventually(woken, within=5)
+            assert time.monotonic() - begun < 2  # a generous bound of one second on a busy machine
+            await harness.cycle()
+            assert harness.desired("va-a") == 1
+
+    async def test_a26_roles_wake_together(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
+        for role in ("prefill", "decode"):
+            await fleet.deployment(f"dep-{role}", 0, labels={"llm-d.ai/role": role})
+            await fleet.variant(f"va-{role}", f"dep-{role}")
+        harness.source.picker_queues = [PickerQueue(MODEL, "", "", 1, 900)]
+        await harness.cycle()
+        assert await self.replicas(fleet, "prefill", "decode") == [1, 1]
+
+    async def test_who_may_not_sleep_was_stopped_by_hand(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.deployment("dep-a", 0)
+        await fleet.variant("va-a", "dep-a")
+        harness.source.picker_queues = [PickerQueue(MODEL, "", "", 5, 900)]
+        await harness.cycle()
+        assert await self.replicas(fleet, "a") == [0]
+
+    async def test_a27_who_is_paused_stays_as_it_is(self, fleet: Fleet) -> None:
+        await fleet.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
+        await fleet.deployment("dep-a", 0)
+        marks = {"autoscaling.keda.sh/paused-replicas": "0"}
+        await fleet.scaler("ScaledObject", "so-a", "dep-a", annotations=marks, minReplicaCount=0)
+        pods = await fleet.deployment("dep-b", 3)
+        marks = {"autoscaling.keda.sh/paused": "true"}
+        await fleet.scaler("ScaledObject", "so-b", "dep-b", model="b", annotations=marks, minReplicaCount=0)
+        async with running(fleet.client, **SCALE) as harness:
+            harness.source.put_all(pods, 0.95, 9, model="b")
+            harness.source.picker_queues = [PickerQueue(MODEL, "", "", 5, 900)]
+            for _ in range(5):
+                await harness.cycle()
+                assert await self.replicas(fleet, "a", "b") == [0, 3]
+            decision = next(d for d in harness.controller.decisions.all() if d.variant.name == "so-b")
+            assert (decision.replicas, decision.applied) == (4, False)
+            assert decision.not_applied == (
+                "paused: ScaledObject so-b is annotated autoscaling.keda.sh/paused=true"
+            )
+            for name in ("so-a", "so-b"):
+                nothing = {"autoscaling.keda.sh/paused-replicas": None, "autoscaling.keda.sh/paused": None}
+                await fleet.client.patch(SCALED_OBJECTS, name, {"metadata": {"annotations": nothing}}, NAMESPACE)
+            await harness.cycle()
+            assert await self.replicas(fleet, "a", "b") == [1, 4]
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """`app` on a port of its own; its URL."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

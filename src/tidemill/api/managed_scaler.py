@@ -25,6 +25,19 @@ _ORIGIN = {
 }
 
 
+PAUSED_REPLICAS, PAUSED = "autoscaling.keda.sh/paused-replicas", "autoscaling.keda.sh/paused"
+
+
+def paused(obj: Mapping[str, Any]) -> str:
+    """The annotation by which somebody has stopped KEDA from scaling, as written; "" when nobody has."""
+    annotations = obj["metadata"].get("annotations") or {}
+    for name in (PAUSED_REPLICAS, PAUSED):
+        value = annotations.get(name)
+        if value is not None and (name == PAUSED_REPLICAS or value.lower() == "true"):
+            return f"{name}={value}"
+    return ""
+
+
 def is_managed(obj: Mapping[str, Any]) -> bool:
     """Whether a scaler asks to be a variant. An HPA that KEDA made for a ScaledObject is none of its own."""
     metadata = obj["metadata"]

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     METRICS_MISSING = "MetricsMissing"
     METRICS_STALE = "MetricsStale"
     PROMETHEUS_ERROR = "PrometheusError"
+    SCALE_FROM_ZERO = "ScaleFromZero"
     OPTIMIZATION_SUCCEEDED = "OptimizationSucceeded"
     OPTIMIZATION_FAILED = "OptimizationFailed"
     METRICS_UNAVAILABLE = "MetricsUnavailable"

@@ -37,6 +37,7 @@ from tidemill.kube.queue import WorkQueue
 from tidemill.kube.resources import ObjectKey, ObjectRef
 from tidemill.metrics.direct import DirectSource
 from tidemill.metrics.exporter import DecisionExporter
+from tidemill.metrics.pickers import PickerPoll
 from tidemill.metrics.prometheus import PrometheusClient, PrometheusSource
 from tidemill.metrics.samples import MetricsSource
 
@@ -69,6 +70,7 @@ class ControllerOptions:
     metrics_address: str = "0"
     health_address: str = ":8081"
     lease: LeaseConfig | None = None
+    picker_metrics: tuple[str, ...] = ()  # URLs of endpoint pickers' metrics
     dry_run: bool = False
     workers: int = 4
     watch_seconds: float = 290.0
@@ -141,6 +143,7 @@ class Controller:
             dry_run=options.dry_run,
         )
         self.engine: Engine | None = None  # while this process leads
+        self._pickers = PickerPoll(options.picker_metrics) if options.picker_metrics else None
         self._leading = False
         self._found: set[Finding] = set()
 
@@ -176,6 +179,8 @@ class Controller:
                     await self._compete(source)
                 finally:
                     await source.close()
+                    if self._pickers is not None:
+                        await self._pickers.close()
         finally:
             await self.recorder.flush_quietly()
             for runner in runners:
@@ -191,7 +196,8 @@ class Controller:
     async def _lead(self, source: MetricsSource) -> None:
         """Decide and write, as long as this process is the one to do so."""
         options = self._options
-        actuator = ScaleActuator(self._client) if options.actuation is ActuationMode.SCALE else MetricsActuator()
+        scale = ScaleActuator(self._client)
+        actuator = scale if options.actuation is ActuationMode.SCALE else MetricsActuator()
         self.engine = Engine(
             world=self.world,
             configuration=self.configuration,
@@ -199,6 +205,7 @@ class Controller:
             decisions=self.decisions,
             exporter=self.exporter,
             actuator=actuator,
+            scale=scale,
             instruments=self.instruments,
             changed=self._on_decision,
             now=self._now,
@@ -213,6 +220,8 @@ class Controller:
                 for _ in range(options.workers):
                     group.create_task(self.queue.work(self._reconcile, self._on_error))
                 group.create_task(self.engine.run(self._periodic_pass))
+                if self._pickers is not None and not options.dry_run:
+                    group.create_task(self.engine.waker.run(self._pickers.read))
         finally:
             # A former leader exports nothing: two answers to one question are worse than none.
             self._leading = False
@@ -269,7 +278,9 @@ class Controller:
     def _make_source(self) -> MetricsSource:
         options = self._options
         if options.source is SourceKind.DIRECT:
-            return DirectSource(interval=options.scrape_interval, window=options.scrape_window)
+            return DirectSource(
+                interval=options.scrape_interval, window=options.scrape_window, pickers=self._pickers
+            )
         config = self.configuration.manager.prometheus
         if not config.base_url:
             raise ValueError(
@@ -282,7 +293,9 @@ class Controller:
 def _lost(decision: Decision) -> Reason | None:
     """Why the numbers of a variant that serves cannot be used, if they cannot."""
     metrics = decision.metrics
-    return None if metrics.status or metrics.message == NOT_STARTED else metrics.reason
+    if metrics.status or metrics.message == NOT_STARTED or metrics.reason is Reason.SCALE_FROM_ZERO:
+        return None
+    return metrics.reason
 
 
 async def run_controller(controller: Controller, stop: asyncio.Event) -> None:

@@ -22,8 +22,9 @@ from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.members import Member, members
 from tidemill.autoscaler.planner import Planned, Planner
 from tidemill.autoscaler.views import PodView
+from tidemill.autoscaler.waker import Waker
 from tidemill.autoscaler.world import World
-from tidemill.capacity.types import Cause, Direction
+from tidemill.capacity.types import Cause, Direction, Explanation
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
 from tidemill.metrics.samples import MetricsSource, ScrapeTarget
@@ -34,7 +35,10 @@ COLLECT_DEADLINE = 8.0  # of the 10 s that a cycle may take
 
 
 class Engine:
-    """Decides for all variants. `changed` is called with the key of each variant whose decision changed."""
+    """Decides for all variants. `changed` is called with the key of each variant whose decision changed.
+
+    `actuator` carries decisions out; `scale` writes the one that no number can carry: from zero.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Engine:
         decisions: DecisionStore,
         exporter: DecisionExporter,
         actuator: Actuator,
+        scale: Actuator,
         instruments: Instruments,
         changed: Callable[[Decision, Decision | None], None],
         now: Callable[[], dt.datetime],
@@ -61,6 +66,7 @@ class Engine:
         self._now = now
         self._dry_run = dry_run
         self._planner = Planner(world=world, configuration=configuration, decisions=decisions, now=now)
+        self.waker = Waker(world=world, configuration=configuration, scale=scale, woken=self._wake_decided)
         self._woken = asyncio.Event()
         self._scheduled_at = self._due = 0.0  # of the event loop's clock
         self._noted: set[str] = set()
@@ -119,7 +125,8 @@ class Engine:
         snapshot = await self._source.collect(
             self._retentions(ownership, tracked),
             deadline=COLLECT_DEADLINE,
-            in_depth=self._planner.in_depth(members(self._world, ownership, pods, NOTHING_ATTRIBUTED), tracked),
+            in_depth=bool(self.waker.sleeping())
+            or self._planner.in_depth(members(self._world, ownership, pods, NOTHING_ATTRIBUTED), tracked),
         )
         if self._world.changes != seen:
             # While the numbers came in the cluster changed; what is decided is decided on the present.
@@ -134,6 +141,8 @@ class Engine:
         for key in self._decisions.keep_only(decision.variant for decision, _ in decided):
             self._exporter.drop(key.namespace, key.name)
         await self._carry_out(decided)
+        if not self._dry_run:
+            await self.waker.wake(snapshot.picker_queues)
 
     def _look(self) -> tuple[int, Ownership, dict[ObjectKey, list[PodView]]]:
         """Who owns what now, and the pods of each variant that has a target."""
@@ -209,12 +218,42 @@ class Engine:
                 self._exporter.count_scaling(
                     exported, direction=decision.direction.value, reason=decision.explanation.cause.value
                 )
+            if why := self._world.paused(member.variant.spec.target):
+                return replace(decision, applied=False, not_applied=f"paused: {why}")
             await self._actuator.apply(member.target.key, decision.current, decision.replicas)
         except ActuationError as error:
             self._instruments.error("actuation", type(error).__name__)
             log.warning("decision not applied", variant=str(decision.variant), error=str(error))
             return replace(decision, applied=False, not_applied=str(error))
         return decision
+
+    def _wake_decided(self, member: Member, replicas: int, requests: int) -> None:
+        """A variant's target was taken from 0 to `replicas` because so many requests wait: that is the decision
+        now, until the next cycle decides on the present."""
+        sentence = f"{requests} waiting at the endpoint picker: woken with {replicas}"
+        explanation = Explanation("scale-from-zero", Cause.SCALE_FROM_ZERO, sentence)
+        decision = Decision(
+            variant=member.variant.key,
+            uid=member.variant.uid,
+            replicas=replicas,
+            current=replicas,
+            direction=Direction.UP,
+            accelerator=member.accelerator,
+            explanation=explanation,
+            metrics=Verdict(False, Reason.SCALE_FROM_ZERO, "woken a moment ago: nothing serves yet"),
+            optimization=Verdict(True, Reason.OPTIMIZATION_SUCCEEDED, sentence),
+            applied=True,
+            not_applied="",
+            at=self._now(),
+        )
+        exported = ExportedDecision(
+            decision.variant.name, decision.variant.namespace, decision.accelerator, replicas, replicas
+        )
+        self._exporter.publish(exported)
+        self._exporter.count_scaling(exported, direction=Direction.UP.value, reason=explanation.cause.value)
+        before = self._decisions.get(decision.variant, decision.uid)
+        if self._decisions.record(decision):
+            self._changed(decision, before)
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in set(notes) - self._noted:

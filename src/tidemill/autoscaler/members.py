@@ -53,7 +53,10 @@ def members(
         member = Member(
             variant,
             target,
-            tuple(Replica(pod, attributed.samples.get(pod.key)) for pod in sorted(pods[key], key=lambda p: p.key)),
+            tuple(
+                Replica(pod, attributed.samples.get(pod.key))
+                for pod in sorted(pods.get(key, ()), key=lambda p: p.key)
+            ),
             accelerator_of(world, variant, target),
         )
         found.setdefault((key.namespace, member.model), []).append(member)

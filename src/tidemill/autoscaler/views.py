@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.api.managed_scaler import ScalerKind, is_managed, synthetic_variant
+from tidemill.api.managed_scaler import ScalerKind, is_managed, paused, synthetic_variant
 from tidemill.api.names import (
     ACCELERATOR_KEYS,
     CONFIG_ENABLED_LABEL,
@@ -167,6 +167,7 @@ class ScalerView:
     problems: tuple[Problem, ...]
     follows: tuple[str, ...]
     target: TargetRef | None
+    paused: str = ""  # by which annotation
 
 
 class VariantDecoder:
@@ -222,6 +223,7 @@ def scaler_view(kind: ScalerKind, obj: Json) -> ScalerView:
         problems=problems,
         follows=tuple(_followed(spec)),
         target=_scale_target(key.namespace, spec),
+        paused=paused(obj) if kind == "ScaledObject" else "",
     )
 
 

@@ -280,6 +280,13 @@ class World:
                 return scalers[0] if len(scalers) == 1 else None
         return None
 
+    def paused(self, target: TargetRef) -> str:
+        """Who has paused the scaling of `target`, and by what; "" when nobody has."""
+        for scaler in self.scaled_objects.store.by_index("target", target):
+            if scaler.paused:
+                return f"ScaledObject {scaler.key.name} is annotated {scaler.paused}"
+        return ""
+
     def inference_pools(self) -> list[InferencePool]:
         """Every pool once, in order of name, whatever versions of its kind the cluster has."""
         found = {(pool.namespace, pool.name): pool for store in self.pools for pool in store.store if pool}

@@ -80,6 +80,7 @@ class Cause(StrEnum):
     AT_ZERO = "AtZero"
     IDLE = "Idle"
     IN_USE_AGAIN = "InUseAgain"
+    SCALE_FROM_ZERO = "ScaleFromZero"
     BELOW_MINIMUM = "BelowMinimum"
     ABOVE_MAXIMUM = "AboveMaximum"
     DEMAND = "DemandAboveCapacity"

@@ -42,6 +42,7 @@ async def serve(
     health_address: str,
     leader_elect: bool,
     lease: tuple[str, str, str],
+    picker_metrics: list[str],
     dry_run: bool,
 ) -> None:
     configure_logging()
@@ -66,6 +67,7 @@ async def serve(
             lease=lease_config(namespace, identity, duration=duration, renew_deadline=renew, retry_period=retry)
             if leader_elect
             else None,
+            picker_metrics=tuple(_url(text, "--picker-metrics") for text in picker_metrics),
             dry_run=dry_run,
         )
         stop = asyncio.Event()
@@ -110,6 +112,12 @@ def seconds(text: str, flag: str) -> float:
     if value <= 0:
         raise typer.BadParameter(f"{text!r} must be above 0", param_hint=flag)
     return value
+
+
+def _url(text: str, flag: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{text!r} must be a URL that starts with http:// or https://", param_hint=flag)
+    return text
 
 
 def _choice(kind: type[E], text: str, flag: str) -> E:

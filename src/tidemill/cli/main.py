@@ -148,6 +148,10 @@ def autoscaler(
     scrape_window: Annotated[
         str, typer.Option(help="Directly scraped gauges count with their maximum over this.")
     ] = "15s",
+    picker_metrics: Annotated[
+        list[str],
+        typer.Option(help="URL of an endpoint picker's /metrics; what waits there wakes models. Repeatable."),
+    ] = [],  # noqa: B006
     metrics_bind_address: Annotated[
         str, typer.Option(envvar="METRICS_BIND_ADDRESS", help="host:port of /metrics; 0 turns it off.")
     ] = ":8080",
@@ -174,6 +178,7 @@ def autoscaler(
             source=metrics_source,
             scrape_interval=scrape_interval,
             scrape_window=scrape_window,
+            picker_metrics=picker_metrics,
             metrics_address=metrics_bind_address,
             health_address=health_probe_bind_address,
             leader_elect=leader_elect,

@@ -210,6 +210,8 @@ class _Job:
             len(request.body),
             go=lambda: self._left(pool, subset, None),
             drop=lambda drop: self._left(pool, subset, drop),
+            model=self.model,
+            target_model=self.target,
         )
         flow.submit(waiting, self.started)
         if waiting.gone:

@@ -42,6 +42,8 @@ class Waiting:
     size: int
     go: Callable[[], None]
     drop: Callable[[Drop], None]
+    model: str = ""
+    target_model: str = ""  # under which it will be served
     arrived: float = 0.0
     regime_since: float = 0.0
     regime_empty: bool = False
@@ -95,11 +97,11 @@ class FlowController:
     def bytes(self) -> int:
         return sum(band.bytes for band in self._bands.values())
 
-    def by_flow(self) -> Iterator[tuple[int, str, int, int]]:
-        """Priority, fairness id, requests and bytes of each flow that waits."""
+    def waiting(self) -> Iterator[Waiting]:
+        """Everybody in the room."""
         for band in self._bands.values():
-            for name, flow in band.flows.items():
-                yield band.priority, name, len(flow), sum(item.size for item in flow.values())
+            for flow in band.flows.values():
+                yield from flow.values()
 
     def submit(self, item: Waiting, now: float) -> None:
         """Let it go at once, have it wait, or drop it because there is no room."""

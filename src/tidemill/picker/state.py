@@ -57,12 +57,11 @@ class PoolCollector(Collector):
             ["namespace", "name"],
         )
         full = gauge("flow_control_pool_saturation", "1 is full.", ["namespace", "inference_pool"])
-        waiting = gauge(
-            "flow_control_queue_size", "Requests held.", ["fairness_id", "priority", "namespace", "inference_pool"]
-        )
-        held = gauge(
-            "flow_control_queue_bytes", "Bytes held.", ["fairness_id", "priority", "namespace", "inference_pool"]
-        )
+        of_flow = [
+            "fairness_id", "priority", "model_name", "target_model_name", "namespace", "inference_pool",
+        ]  # fmt: skip
+        waiting = gauge("flow_control_queue_size", "Requests held.", of_flow)
+        held = gauge("flow_control_queue_bytes", "Bytes held.", of_flow)
         now = self._now()
         for pool in self._pools.all():
             name = [pool.key.namespace, pool.key.name]
@@ -92,14 +91,16 @@ class PoolCollector(Collector):
                 age.add_metric(name, seconds)
             full.add_metric(name, self._director.saturation(pool, now))
             flow = self._director.flow(pool)
-            sums: dict[tuple[str, str], tuple[int, int]] = {}
-            for priority, fairness_id, count, size in () if flow is None else flow.by_flow():
-                key = (self._fairness(fairness_id), str(priority))
-                before = sums.get(key, (0, 0))
-                sums[key] = (before[0] + count, before[1] + size)
-            for (fairness_id, priority), (count, size) in sums.items():
-                waiting.add_metric([fairness_id, priority, *name], count)
-                held.add_metric([fairness_id, priority, *name], size)
+            sums: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+            model = self._director.instruments.model_label
+            for item in () if flow is None else flow.waiting():
+                fairness = self._fairness(item.fairness_id)
+                key = (fairness, str(item.priority), model(item.model), model(item.target_model))
+                count, size = sums.get(key, (0, 0))
+                sums[key] = (count + 1, size + item.size)
+            for labels, (count, size) in sums.items():
+                waiting.add_metric([*labels, *name], count)
+                held.add_metric([*labels, *name], size)
         yield from (queue, kv, running, ready, each, flight, tokens, index, age, full, waiting, held)
 
 
