@@ -33,6 +33,7 @@ lint: setup  ## Style, types, import rules
 
 bench: setup  ## Measure; results in build/bench
 	$(BIN)/python -m benchmarks.autoscaler
+	$(BIN)/python -m benchmarks.capacity
 	$(BIN)/python -m benchmarks.picker
 
 clean:  ## Remove the environment and what was built

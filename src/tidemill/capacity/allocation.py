@@ -92,40 +92,76 @@ def shrink(need: Need) -> dict[str, int]:
 def fit(plans: Sequence[tuple[Need, dict[str, int]]], inventory: Inventory) -> dict[tuple[str, str], str]:
     """Cut the plans in place to the accelerators that are free; says by need what was cut.
 
-    A variant whose accelerator is not known may take any, so that never more is granted than exists in all.
+    Replicas are granted one at a time. A need whose first choice has no devices left takes its next one. A variant
+    whose accelerator is not known may take any, so that never more is granted than exists in all.
     """
     if inventory.unknown:
         return {}
     free = inventory.free()
-    wanted = {(need.model, need.role.value): dict(plan) for need, plan in plans}
+    wanted = [dict(plan) for _, plan in plans]
+    waiting = [_Claim(need, plan) for need, plan in plans]
     for _, plan in plans:
-        for name in plan:
-            plan[name] = 0
-    open_plans = [(need, plan) for need, plan in plans if plan]
-    while open_plans:
-        need, plan = max(open_plans, key=lambda item: _claim(*item, wanted))
-        want = wanted[need.model, need.role.value]
-        variants = {variant.name: variant for variant in need.variants}
-        for name in sorted(want, key=lambda n: (variants[n].cost * need.missing(n), n)):
-            if plan[name] < want[name] and take(variants[name], free):
-                plan[name] += 1
-                break
-        else:
-            open_plans = [item for item in open_plans if item[0] is not need]
-            continue
-        if plan == want:
-            open_plans = [item for item in open_plans if item[0] is not need]
+        plan.clear()
+    while waiting:
+        claim = max(waiting, key=lambda c: c.strength)
+        if not claim.grant(free):
+            waiting.remove(claim)
     short: dict[tuple[str, str], str] = {}
-    for need, plan in plans:
-        want = wanted[need.model, need.role.value]
-        cuts = [
-            f"{want[v.name]} more of {v.name} wanted, {plan[v.name]} granted: {offer(v, inventory)}"
-            for v in need.variants
-            if v.name in want and plan[v.name] < want[v.name]
-        ]
-        if cuts:
-            short[need.model, need.role.value] = "; ".join(cuts)
+    for (need, plan), want in zip(plans, wanted, strict=True):
+        if not any(_still(need, plan, report.analyzer) > 0 for report in need.growing):
+            continue
+        if sum(want.values()) > sum(plan.values()):
+            offers = "; ".join(f"{v.name} takes {offer(v, inventory)}" for v in need.variants if need.may_grow(v))
+            granted = sum(plan.values())
+            short[need.model, need.role.value] = f"{sum(want.values())} more wanted, {granted} granted: {offers}"
     return short
+
+
+class _Claim:
+    """A need that asks for replicas, one at a time."""
+
+    def __init__(self, need: Need, plan: dict[str, int]) -> None:
+        self._need = need
+        self._plan = plan
+        candidates = [variant for variant in need.variants if need.may_grow(variant)]
+        self._candidates = sorted(candidates, key=lambda v: (v.cost * need.missing(v.name), v.name))
+
+    @property
+    def strength(self) -> tuple[Decimal, Decimal, tuple[int, ...]]:
+        """Priority times the replicas that are still missing, then how little there is to spare, then by name."""
+        name = tuple(-ord(letter) for letter in self._need.model)  # the first by name is the largest
+        return self._need.priority * self._missing(), -spare_share(self._need), name
+
+    def grant(self, free: dict[str, int]) -> bool:
+        """Take one replica of the cheapest variant that has devices; False when none is missing or to be had."""
+        if self._missing() <= 0:
+            return False
+        for variant in self._candidates:
+            count = self._plan.get(variant.name, 0)
+            full = variant.max_replicas is not None and variant.current + count >= variant.max_replicas
+            if not full and take(variant, free):
+                self._plan[variant.name] = count + 1
+                return True
+        return False
+
+    def _missing(self) -> Decimal:
+        """Replicas of the first choice that would cover what is still missing."""
+        if not self._candidates:
+            return ZERO
+        first = self._candidates[0].name
+        return max(
+            (
+                _still(self._need, self._plan, report.analyzer) / report.per_replica[first]
+                for report in self._need.growing
+            ),
+            default=ZERO,
+        )
+
+
+def _still(need: Need, plan: Mapping[str, int], analyzer: str) -> Decimal:
+    """What an analyzer would still miss with the replicas of `plan`."""
+    report = next(r for r in need.growing if r.analyzer == analyzer)
+    return report.required - sum((n * report.per_replica[name] for name, n in plan.items()), ZERO)
 
 
 def offer(variant: VariantState, inventory: Inventory) -> str:
@@ -135,14 +171,3 @@ def offer(variant: VariantState, inventory: Inventory) -> str:
     if variant.accelerator == UNKNOWN_ACCELERATOR:
         return f"{size} each of any accelerator, {sum(inventory.free().values())} free in all"
     return f"{size} {place} each, {inventory.free().get(place, 0)} of {inventory.total.get(place, 0)} free"
-
-
-def _claim(
-    need: Need, plan: Mapping[str, int], wanted: Mapping[tuple[str, str], Mapping[str, int]]
-) -> tuple[Decimal, Decimal, tuple[int, ...]]:
-    """How strongly a need asks for the next replica: priority times what it still misses, then how little it has
-    to spare, then by name."""
-    want = wanted[need.model, need.role.value]
-    missing = sum(want.values()) - sum(plan.values())
-    name = tuple(-ord(letter) for letter in need.model)  # the first by name is the largest
-    return need.priority * missing, -spare_share(need), name

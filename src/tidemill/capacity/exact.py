@@ -1,7 +1,7 @@
 """From needs to replicas, exactly: one integer program over all models, variants and accelerators.
 
 Minimised are the cost of all replicas, a charge for each change, and, where accelerators are short, what stays
-missing, weighted so heavily that it is never left for money. Variables are replicas to add (of needs that miss
+missing, weighted so that it is never left for money. Variables are replicas to add (of needs that miss
 capacity) and to remove (of needs that can miss some). When the solver has no proven answer in its time, the
 greedy allocation stands in; the answer says which it was.
 """
@@ -23,7 +23,9 @@ from tidemill.capacity.needs import Need, ordered
 from tidemill.capacity.types import VariantState
 
 CHANGE_CHARGE = Decimal("0.01")  # of the cost of one replica: breaks ties in favour of fewer changes
-_SHORT_WEIGHT = 1e3  # times the dearest replica, for each replica's worth that stays missing
+# For a replica's worth that stays missing, times the dearest replica: one replica of whatever variant covers it,
+# so above 1 nothing is left missing for money.
+_SHORT_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class _Program:
     def solve(self, time_limit: float) -> list[float] | None:
         """Values of the columns; None when no proven optimum was found in `time_limit` seconds."""
         solver = highspy.Highs()
+        solver.setOptionValue("log_to_console", False)
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("mip_rel_gap", 1e-9)
@@ -93,7 +96,7 @@ def allocate(needs: Sequence[Need], inventory: Inventory, *, time_limit: float) 
     dearest = max((float(v.cost) for need in needs for v in need.variants), default=1.0) or 1.0
     for need in needs:
         if need.growing:
-            columns += _growing(program, need, dearest)
+            columns += _growing(program, need, 0.0 if inventory.unknown else dearest)
         elif need.may_shrink:
             columns += _shrinking(program, need)
     replicas = {(need.model, v.name): v.current for need in needs for v in need.variants}
@@ -113,6 +116,7 @@ def allocate(needs: Sequence[Need], inventory: Inventory, *, time_limit: float) 
 
 
 def _growing(program: _Program, need: Need, dearest: float) -> list[tuple[int, _Column]]:
+    """`dearest` is the highest cost of any replica where accelerators are limited, else 0: then all is covered."""
     found: list[tuple[int, _Column]] = []
     for variant in _by_name(need):
         if not need.may_grow(variant):
@@ -126,16 +130,19 @@ def _growing(program: _Program, need: Need, dearest: float) -> list[tuple[int, _
         found.append((program.column(cost, most, integer=True), column))
     if not found:
         return []
-    # What stays missing, in replicas of the smallest variant; with enough of everything it is 0.
-    weight = _SHORT_WEIGHT * dearest * float(need.priority)
-    gap = program.column(weight, highspy.kHighsInf, integer=False)
+    indices = [index for index, _ in found]
+    smallest = {r.analyzer: min(float(r.per_replica[c.variant.name]) for _, c in found) for r in need.growing}
+    gap: list[int] = []
+    if dearest:
+        # What stays missing, in whole replicas of the smallest variant: a fraction costs a replica too.
+        weight = _SHORT_WEIGHT * dearest * float(need.priority)
+        gap = [program.column(weight, highspy.kHighsInf, integer=True)]
     for report in need.growing:
-        smallest = min(float(report.per_replica[c.variant.name]) for _, c in found)
-        indices = [index for index, _ in found]
-        values = [float(report.per_replica[c.variant.name]) / smallest for _, c in found]
+        unit = smallest[report.analyzer]
+        values = [float(report.per_replica[c.variant.name]) / unit for _, c in found]
         reachable = sum(c.most * value for (_, c), value in zip(found, values, strict=True))
-        wanted = min(float(report.required) / smallest, reachable)
-        program.row(wanted * (1 - 1e-9), highspy.kHighsInf, [*indices, gap], [*values, 1.0])
+        wanted = min(float(report.required) / unit, reachable)
+        program.row(wanted * (1 - 1e-9), highspy.kHighsInf, [*indices, *gap], [*values, *([1.0] * len(gap))])
     return found
 
 
