@@ -2,7 +2,7 @@
 
 Samples since the last change of level are taken together. Growth is judged by an upper bound of their mean (two
 standard errors above it), which is wide at first and narrows: what was not too much at first seldom becomes so by
-chance, and what was provided for a level stays while the level does. A sample far from the mean, or three in a row
+chance, and what was provided for a level stays while the level does. A sample far from the mean, or five in a row
 on one side of it, is a new level, and counts as it is. While a level rises, demand is looked at for the time when
 a replica that is started now would be ready.
 """
@@ -15,7 +15,9 @@ from itertools import pairwise
 
 FAR = 0.25  # share of the mean by which a sample is another level, whatever the noise
 FAR_DEVIATIONS = 4.0
-IN_A_ROW = 3
+IN_A_ROW = 3  # samples that tell a level, or a climb
+DRIFTED = 5  # in a row on one side of the mean, each by more than a deviation: another level
+CLIMB = 0.10  # share by which each sample exceeds the one before while demand rises
 ERRORS = 2.0  # standard errors of the upper bound
 KEPT = 120  # samples of one level; older ones are forgotten
 MOST = 2.0  # times the present demand that a forecast may reach
@@ -26,15 +28,14 @@ class Level:
     """Samples of one quantity since it last changed its level: time in seconds, value."""
 
     samples: list[tuple[float, float]] = field(default_factory=list)
+    _recent: list[tuple[float, float]] = field(default_factory=list)  # the last ones, whatever their level
     _provided: float = 0.0  # for this level; it does not fall while the level stays
 
     def observe(self, now: float, value: float) -> None:
         if self.samples and self._another(value):
-            # The last ones may already belong to it: they tell where it is going.
-            tail = self.samples[-(IN_A_ROW - 1) :]
-            rising = all(value > earlier > self._mean for _, earlier in tail)
-            self.samples = tail if rising else []
+            self.samples.clear()
             self._provided = 0.0
+        self._recent = [*self._recent[1 - IN_A_ROW :], (now, value)]
         self.samples.append((now, value))
         del self.samples[:-KEPT]
 
@@ -42,8 +43,8 @@ class Level:
         """Demand to provide for. `lead` is how long a replica takes to start, in seconds."""
         newest = self.samples[-1][1]
         count = len(self.samples)
-        if count >= IN_A_ROW and self._rises():
-            (since, first), (until, last) = self.samples[-IN_A_ROW], self.samples[-1]
+        if count < IN_A_ROW and self._rises():
+            (since, first), (until, last) = self._recent[0], self._recent[-1]
             slope = (last - first) / (until - since) if until > since else 0.0
             return min(last + slope * lead, MOST * last)
         if count < IN_A_ROW:
@@ -65,13 +66,12 @@ class Level:
         distance = abs(value - mean)
         if distance > max(FAR * mean, FAR_DEVIATIONS * deviation if len(self.samples) >= IN_A_ROW else 0.0):
             return True
-        last = [earlier for _, earlier in self.samples[-(IN_A_ROW - 1) :]] + [value]
-        if len(last) < IN_A_ROW or len(self.samples) < 2 * IN_A_ROW:
+        last = [earlier for _, earlier in self.samples[1 - DRIFTED :]] + [value]
+        if len(self.samples) < 2 * DRIFTED:
             return False
         return all(one > mean + deviation for one in last) or all(one < mean - deviation for one in last)
 
     def _rises(self) -> bool:
-        last = [value for _, value in self.samples[-IN_A_ROW:]]
-        return len(self.samples) <= 2 * IN_A_ROW and all(
-            later > earlier * 1.02 for earlier, later in pairwise(last)
-        )
+        """Whether the last samples climb, each well above the one before."""
+        last = [value for _, value in self._recent]
+        return len(last) == IN_A_ROW and all(later > (1 + CLIMB) * earlier for earlier, later in pairwise(last))

@@ -3,7 +3,7 @@ very shortage that made it grow.
 
 What analyzers measure are stocks (tokens held, requests waiting), and stocks do not fall in proportion when
 replicas are added: a queue that cried for ten replicas is gone with three. The rate of requests stays the same. So
-each time a role is short at a steady rate, the rate per replica is remembered, and as a vote of its own it lets
+each time a role is short, the rate per replica is remembered, and as a vote of its own it lets
 replicas go only where those left stay well below it. It never asks for more.
 """
 
@@ -18,7 +18,7 @@ from tidemill.capacity.view import RoleView
 
 NAME = "experience"
 UNIT = "requests/s"
-STEADY = 0.15  # change of the rate between cycles up to which it is steady
+RISING = 0.15  # growth of the rate between cycles from which on its window has not caught up with it
 SHIFT = 0.25  # of mean tokens in or out: requests have become others
 RELAX = 1.0001  # a cycle: what was learned long ago may be tried again some day
 # It never asks for more: any demand is within a share of 10^6.
@@ -46,7 +46,9 @@ class Experience:
         rate, before = request_rate(view), self._last_rate
         self._last_rate = rate
         short = [vote for vote in votes if vote.demand > vote.supply * vote.thresholds.up]
-        if not short or not rate or before is None or abs(rate - before) > STEADY * before:
+        # While requests become more, what is finished says less than what comes; a rate that falls or stays while
+        # replicas are short is what they can do.
+        if not short or not rate or before is None or rate > (1 + RISING) * before:
             return
         for vote in short:
             if not vote.supply:

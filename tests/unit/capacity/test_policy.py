@@ -1,0 +1,179 @@
+"""What the analyzers, the judge and the allocation do together over time, in simulated time."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from tests.policy_lab import Lab, changes_after, settings
+
+from tidemill.api.saturation_config import AnalyzerEntry, SaturationSettings
+from tidemill.capacity.demand import Level
+from tidemill.capacity.experience import Experience
+from tidemill.capacity.judgement import SILENT_CYCLES, Judge
+from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
+from tidemill.capacity.types import Role, VariantState
+from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
+
+BOTH = (AnalyzerEntry(name="saturation"), AnalyzerEntry(name="throughput"))
+LATENCY = {"ttft_target": 0.6, "itl_target": 0.07, "target_percentile": 90.0}
+
+
+class TestConstantLoad:
+    """One simulated hour at each of 50 levels, from a tenth of what a replica can do to eight times as much."""
+
+    def history(self, level: int, chosen: SaturationSettings) -> list[tuple[float, int]]:
+        lab = Lab(rate=lambda now: 0.0, settings=chosen, seed=level)
+        rate = (0.1 + 0.16 * level) * lab.capacity
+        lab.rate = lambda now: rate
+        return lab.run(3600)
+
+    def test_nothing_moves_after_five_minutes(self) -> None:
+        moved = {level: changes_after(self.history(level, settings()), 300) for level in range(50)}
+        assert {level: changes for level, changes in moved.items() if changes} == {}
+
+    @pytest.mark.parametrize(
+        ("more", "step"), [({"analyzers": BOTH}, 1), (LATENCY, 5)], ids=["throughput", "latency"]
+    )
+    def test_analyzers_that_learn_correct_themselves_at_most_once(
+        self, more: dict[str, object], step: int
+    ) -> None:
+        """What a replica can do is learned while it serves, and the last word on it may come later."""
+        moved = {level: changes_after(self.history(level, settings(**more)), 300) for level in range(0, 50, step)}
+        assert max(len(changes) for changes in moved.values()) <= 1
+        assert sum(len(changes) for changes in moved.values()) <= 2
+
+    def test_what_is_kept_is_enough_and_not_much_more(self) -> None:
+        for level in (10, 20, 30, 40):
+            (*_, (_, target)) = self.history(level, settings())
+            load = 0.1 + 0.16 * level
+            assert load < target <= load / 0.7 + 1
+
+
+class TestStep:
+    def served(self, chosen: SaturationSettings, *, seconds: float = 1800) -> Lab:
+        lab = Lab(rate=lambda now: 0.0, settings=chosen, replicas=1)
+        low = 0.4 * lab.capacity
+        lab.rate = lambda now: low if now <= 600 else 4 * low
+        lab.run(seconds)
+        return lab
+
+    @pytest.mark.parametrize("chosen", [settings(), settings(analyzers=BOTH), settings(**LATENCY)])
+    def test_four_times_the_load_is_followed_within_three_minutes(self, chosen: SaturationSettings) -> None:
+        lab = self.served(chosen)
+        ready = [target for now, target in lab.history if now <= 600 + 180 - lab.startup]
+        assert ready[-1] * lab.capacity > 1.6 * lab.capacity
+        assert lab.history[-1][1] <= 1.6 / 0.7 * (4 if chosen.has_latency_target else 1.5)
+
+    def test_and_given_back(self) -> None:
+        lab = Lab(rate=lambda now: 0.0, settings=settings(), replicas=1)
+        lab.rate = lambda now: (6.0 if 600 < now <= 1800 else 0.4) * lab.capacity
+        lab.run(3000)
+        by_time = dict(lab.history)
+        assert by_time[1800] >= 6
+        assert by_time[3000] == 1
+
+
+class TestLevel:
+    def test_the_first_sample_counts_as_it_is(self) -> None:
+        level = Level()
+        level.observe(0, 100)
+        assert level.upper(60) == 100
+
+    def test_noise_is_averaged_and_what_was_provided_stays(self) -> None:
+        level = Level()
+        for i, value in enumerate((100, 104, 96, 102, 98, 100, 101, 99, 100, 100)):
+            level.observe(60 * i, value)
+            if i == 3:
+                early = level.upper(60)
+        assert 100 <= level.upper(60) <= 105
+        assert level.upper(60) >= early * 0.999
+
+    @pytest.mark.parametrize("value", [400.0, 25.0])
+    def test_a_jump_counts_at_once(self, value: float) -> None:
+        level = Level()
+        for i in range(10):
+            level.observe(60 * i, 100 + i % 2)
+        level.observe(600, value)
+        assert level.upper(60) == value
+
+    def test_what_rises_is_looked_at_for_when_a_replica_would_be_ready(self) -> None:
+        level = Level()
+        for i, value in enumerate((100, 130, 169)):
+            level.observe(60 * i, value)
+        assert level.upper(120) > 169 * 1.2
+        assert level.upper(0) == 169
+
+
+def view(kv: float, *, rate: float | None = 2.0, replicas: int = 2) -> RoleView:
+    state = VariantState(
+        name="a", cost=Decimal(1), current=replicas, desired=replicas, reporting=replicas, ready=replicas
+    )
+    engines = tuple(
+        EngineLoad(
+            variant="a", replica=f"p{i}", kv_usage=Decimal(str(kv)), queue_length=Decimal(0), kv_tokens=100_000,
+            request_rate=None if rate is None else rate / replicas,
+        )
+        for i in range(replicas)
+    )  # fmt: skip
+    shape = RequestShape(input_tokens=Decimal(1000), output_tokens=Decimal(200))
+    return RoleView(model="ns/m", role=Role.BOTH, variants=(state,), engines=engines, shape=shape)
+
+
+class TestExperience:
+    def short(self, seen: RoleView) -> CapacityReport:
+        return CapacityReport(
+            analyzer="saturation", unit="", per_replica={"a": Decimal(80_000)}, supply=Decimal(160_000),
+            anticipated=Decimal(160_000), demand=Decimal(200_000), thresholds=Thresholds(),
+        )  # fmt: skip
+
+    def test_a_rate_that_was_too_much_is_not_gone_back_to(self) -> None:
+        experience = Experience()
+        for _ in range(2):
+            seen = view(1.0, rate=4.0, replicas=2)
+            experience.observe(seen, [self.short(seen)])
+        vote = experience.vote(view(0.1, rate=4.0, replicas=6))
+        assert vote is not None
+        assert float(vote.per_replica["a"]) == pytest.approx(2.0, rel=0.01)
+        # 4 requests/s need more than two replicas: with three each has 1.33, which is well below 2.
+        assert vote.spare // vote.per_replica["a"] == 3
+        assert vote.required == 0
+
+    def test_a_rate_that_moves_teaches_nothing(self) -> None:
+        experience = Experience()
+        for rate in (1.0, 4.0):
+            seen = view(1.0, rate=rate)
+            experience.observe(seen, [self.short(seen)])
+        assert experience.vote(view(0.1)) is None
+
+    def test_requests_of_another_shape_begin_anew(self) -> None:
+        experience = Experience()
+        for _ in range(2):
+            seen = view(1.0, rate=4.0)
+            experience.observe(seen, [self.short(seen)])
+        other = view(0.1, rate=4.0)
+        changed = RoleView(
+            model=other.model, role=other.role, variants=other.variants, engines=other.engines,
+            shape=RequestShape(input_tokens=Decimal(4000), output_tokens=Decimal(200)),
+        )  # fmt: skip
+        experience.observe(changed, [])
+        assert experience.vote(changed) is None
+
+
+class TestSilence:
+    """A15: an analyzer that is enabled and never reports."""
+
+    def needs(self, judge: Judge, cycles: int) -> list[tuple[NoReport, ...]]:
+        chosen = settings(analyzers=BOTH)
+        return [judge.need(view(0.2), chosen, now=60.0 * i, lead=60).silent for i in range(cycles)]
+
+    def test_it_holds_for_three_cycles_and_then_abstains(self) -> None:
+        found = self.needs(Judge(), 4)
+        assert [silent[0].holds for silent in found] == [True] * (SILENT_CYCLES - 1) + [False, False]
+        assert {silent[0].analyzer for silent in found} == {"throughput"}
+
+    def test_a_disabled_one_is_not_asked(self) -> None:
+        off = (AnalyzerEntry(name="saturation"), AnalyzerEntry(name="throughput", enabled=False))
+        need = Judge().need(view(0.2), settings(analyzers=off), now=0, lead=60)
+        assert need.silent == ()
+        assert need.may_shrink
