@@ -65,7 +65,13 @@ class Engine:
         self._changed = changed
         self._now = now
         self._dry_run = dry_run
-        self._planner = Planner(world=world, configuration=configuration, decisions=decisions, now=now)
+        self._planner = Planner(
+            world=world,
+            configuration=configuration,
+            decisions=decisions,
+            moves_replicas=actuator is scale,
+            now=now,
+        )
         self.waker = Waker(world=world, configuration=configuration, scale=scale, woken=self._wake_decided)
         self._woken = asyncio.Event()
         self._scheduled_at = self._due = 0.0  # of the event loop's clock

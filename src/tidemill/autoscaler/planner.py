@@ -25,6 +25,7 @@ from tidemill.capacity import allocation, exact, saturation, targets, zero
 from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
+from tidemill.capacity.pace import Pace
 from tidemill.capacity.queueing import LatencyTarget
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
 from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
@@ -45,17 +46,19 @@ class Planned:
 
 
 class Planner:
-    """Decides on targets. `now` gives the time of day."""
+    """Decides on targets. `moves_replicas` says that nobody else paces what is decided; `now` gives the time of
+    day."""
 
     def __init__(
         self, *, world: World, configuration: Configuration, decisions: DecisionStore,
-        now: Callable[[], dt.datetime],
+        moves_replicas: bool, now: Callable[[], dt.datetime],
     ) -> None:  # fmt: skip
         self._world = world
         self._configuration = configuration
         self._decisions = decisions
         self._now = now
         self._judge = Judge()
+        self._pace = Pace() if moves_replicas else None
         self._startup = StartupTimes()
         self._claims: dict[ObjectKey, ResourceClaimView] = {}
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
@@ -103,9 +106,15 @@ class Planner:
             )  # fmt: skip
             by_name = {member.variant.key.name: member for member in model.members}
             planned += [
-                Planned(by_name[target.variant], target, model.verdicts[target.variant])
+                Planned(
+                    by_name[target.variant],
+                    self._slowed(model, by_name[target.variant], target, tracked),
+                    model.verdicts[target.variant],
+                )
                 for target in sorted(decided, key=lambda t: t.variant)
             ]
+        if self._pace is not None:
+            self._pace.forget({plan.member.variant.uid for plan in planned})
         return planned, remarks
 
     def _look(
@@ -166,6 +175,13 @@ class Planner:
             queue_length_threshold=settings.queue_length_threshold,
             target=target if settings.has_latency_target else None,
         )
+
+    def _slowed(self, model: _Model, member: Member, target: Target, tracked: frozenset[str]) -> Target:
+        if self._pace is None:
+            return target
+        state = next(s for s in model.states if s.name == target.variant)
+        settings = self._settings(model.key, [member], tracked)
+        return self._pace.slowed(member.variant.uid, target, state, settings, self._now().timestamp())
 
     def _usage(self, model: _Model, snapshot: Snapshot) -> zero.Usage:
         gauges = [r.sample and r.sample.running for member in model.members for r in member.replicas]
