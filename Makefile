@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint bench clean
+.PHONY: help setup demo test soak step lint bench clean
 
 help:  ## Print what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test: setup  ## All tests
 
 soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
 	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py
+
+step: setup  ## Half an hour: a latency target through a step of load
+	TIDEMILL_STEP=1 $(BIN)/python -m pytest -s tests/e2e/test_capacity.py
 
 lint: setup  ## Style, types, import rules
 	$(BIN)/ruff check .

@@ -32,7 +32,9 @@ def serves(pod: PodView) -> bool:
 
 
 @asynccontextmanager
-async def gateway(directory: Path, pods: Informer[PodView]) -> AsyncGenerator[Envoy]:
+async def gateway(
+    directory: Path, pods: Informer[PodView], *, following: Following = Following.LIST
+) -> AsyncGenerator[Envoy]:
     """Envoy in front of the demo's pool. It knows the ready pods, and the picker wherever that is."""
 
     def pickers() -> list[str]:
@@ -43,7 +45,7 @@ async def gateway(directory: Path, pods: Informer[PodView]) -> AsyncGenerator[En
         ]
 
     name = manifests.POOL
-    route = PoolRoute(name=name, pickers=pickers(), following=Following.LIST)
+    route = PoolRoute(name=name, pickers=pickers(), following=following)
     envoy = Envoy(directory, [route], port=_free_port(), admin_port=_free_port(), bypass=True)
 
     def told(event: object) -> None:
