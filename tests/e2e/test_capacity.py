@@ -274,8 +274,8 @@ async def test_a_latency_target_is_held_through_a_step_of_load(tmp_path: Path) -
         late = [ttft for at, ttft in met.ttft if at > WITHIN]
         print(
             f"{name}: {met.replica_seconds / 3600:.2f} replica-hours, {len(met.ttft)} served, "
-            f"{met.failed} failed, mean TTFT after {WITHIN:g}s {sum(late) / len(late) * 1e3:.0f} ms, worst half minute "
-            f"{max(means) * 1e3:.0f} ms"
+            f"{met.failed} failed, mean TTFT after {WITHIN:g}s {sum(late) / len(late) * 1e3:.0f} ms, "
+            f"worst half minute {max(means) * 1e3:.0f} ms"
         )
     assert [met.failed for met in found.values()] == [0, 0]
     assert held["latency"]

@@ -22,9 +22,17 @@ from tidemill.local.cluster import LocalCluster
 from tidemill.metrics.direct import DirectSource
 from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
 from tidemill.metrics.freshness import Freshness, freshness
+from tidemill.metrics.pickers import PickerPoll
 from tidemill.metrics.prometheus import PrometheusClient, PrometheusSource
 from tidemill.metrics.promql import any_of
-from tidemill.metrics.samples import ScrapeTarget, SeriesSample, Snapshot
+from tidemill.metrics.samples import (
+    COUNT_OF,
+    PickerQueue,
+    Quantity,
+    ScrapeTarget,
+    SeriesSample,
+    Snapshot,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -541,3 +549,105 @@ def test_certificate_files_are_checked_at_the_start(tmp_path: Path) -> None:
     key.write_text("x")
     with pytest.raises(ValueError, match="one is set and the other is not"):
         client("https://p:9090", client_key_path=str(key))
+
+
+class Counters:
+    """A server whose counters climb with every scrape: requests of 1,000 tokens in and 200 out, a fifth of the
+    prompts cached, first tokens after 0.4 s, the others every 30 ms."""
+
+    def __init__(self) -> None:
+        self.scrapes = 0
+
+    def __call__(self) -> str:
+        self.scrapes += 1
+        n = 10 * self.scrapes
+        model = '{model_name="m",engine="0"}'
+        return "".join(
+            f"{name}{labels} {value}\n"
+            for name, labels, value in (
+                ("vllm:kv_cache_usage_perc", model, 0.4),
+                ("vllm:num_requests_waiting", model, 2),
+                ("vllm:num_requests_running", model, 7),
+                ("vllm:request_prompt_tokens_sum", model, 1000 * n),
+                ("vllm:request_prompt_tokens_count", model, n),
+                ("vllm:request_generation_tokens_sum", model, 200 * n),
+                ("vllm:request_generation_tokens_count", model, n),
+                ("vllm:prefix_cache_hits_total", model, 200 * n),
+                ("vllm:prefix_cache_queries_total", model, 1000 * n),
+                ("vllm:time_to_first_token_seconds_sum", model, 0.4 * n),
+                ("vllm:time_to_first_token_seconds_count", model, n),
+                ("vllm:time_per_output_token_seconds_sum", model, 0.03 * 199 * n),
+                ("vllm:time_per_output_token_seconds_count", model, 199 * n),
+                ("vllm:cache_config_info", '{num_gpu_blocks="6250",block_size="16",engine="0"}', 1),
+            )
+        )
+
+
+PICKER = """
+llm_d_epp_flow_control_queue_size{inference_pool="pa",namespace="a",model_name="x",target_model_name="m",priority="0"} 3
+llm_d_epp_flow_control_queue_size{inference_pool="pa",namespace="a",model_name="x",target_model_name="m",priority="1"} 4
+inference_extension_flow_control_queue_size{inference_pool="pa",namespace="a",model_name="x",target_model_name="m",priority="0"} 3
+inference_extension_flow_control_queue_size{inference_pool="pa",namespace="a",model_name="x",target_model_name="m",priority="1"} 4
+llm_d_epp_flow_control_queue_bytes{inference_pool="pa",namespace="a",model_name="x",target_model_name="m",priority="0"} 9000
+llm_d_epp_flow_control_queue_size{inference_pool="pb",namespace="b",model_name="y"} 1
+"""  # noqa: E501
+
+
+def in_depth(snapshot: Snapshot) -> tuple[int | None, list[float | None], list[PickerQueue]]:
+    """Cache size, means and queues."""
+    (sample,) = snapshot.series
+    rates = sample.rates
+
+    def over(quantity: Quantity) -> float | None:
+        count = rates.get(COUNT_OF[quantity])
+        return round(rates[quantity] / count, 3) if count else None
+
+    return sample.kv_tokens, [over(q) for q in COUNT_OF], sorted(snapshot.picker_queues, key=str)
+
+
+@pytest.mark.prometheus
+async def test_both_sources_look_in_depth_alike(tmp_path: Path) -> None:
+    counters = Counters()
+    async with serving(counters) as one, serving(lambda: PICKER) as picker:
+        configs = [static("a", one, namespace="n", pod="p1"), static("e", picker, namespace="gateway")]
+        pickers = PickerPoll([f"http://{picker}/metrics"])
+        direct = DirectSource(interval=0.1, window=60, pickers=pickers)
+        direct.set_targets([ScrapeTarget("n", "p1", "u1", one)])
+        try:
+            async with prometheus(tmp_path, configs) as url, source_of(url) as queried:
+                for source in (queried, direct):
+
+                    async def whole(source: PrometheusSource | DirectSource = source) -> Snapshot | None:
+                        found = await source.collect({"m": None}, deadline=8, in_depth=True)
+                        counted = found.series and len(found.series[0].rates) == len(Quantity)
+                        return found if counted and len(found.picker_queues) == 2 else None
+
+                    found = await eventually(whole, within=20)
+                    tokens, means, queues = in_depth(found)
+                    assert found.failures == {}
+                    assert tokens == 100_000
+                    assert means == pytest.approx([1000, 200, 0.2, 0.4, 0.03], rel=0.01)
+                    assert [(q.model, q.pool, q.namespace, q.requests, q.bytes) for q in queues] == [
+                        ("m", "pa", "a", 7, 9000), ("y", "pb", "b", 1, 0),
+                    ]  # fmt: skip
+                    assert found.series[0].running is not None
+                    assert found.series[0].running.value == 7
+        finally:
+            await direct.close()
+            await pickers.close()
+
+
+@pytest.mark.prometheus
+async def test_averages_of_nothing_are_unknown(tmp_path: Path) -> None:
+    """0/0: counters that stand still give rates of 0, and no mean."""
+    text = Counters()()
+    async with serving(lambda: text) as one:
+        async with prometheus(tmp_path, [static("a", one, namespace="n", pod="p1")]) as url:
+            async with source_of(url) as source:
+
+                async def whole() -> Snapshot | None:
+                    found = await source.collect({"m": None}, deadline=8, in_depth=True)
+                    return found if found.series and found.series[0].rates else None
+
+                found = await eventually(whole, within=20)
+                assert in_depth(found)[1] == [None] * len(COUNT_OF)
