@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
+from tests import policy_lab
 from tests.conftest import CRDS, create_namespace, eventually
 from tests.integration.fleet import MODEL, NAMESPACE, SCALE, Fleet, Harness, plain_crd, running
 
 from tidemill.api.inference_crd import inference_crds
+from tidemill.api.names import DEFAULT_NAMESPACE
+from tidemill.api.saturation_config import AnalyzerEntry
 from tidemill.autoscaler.accelerators import inventory
+from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.world import INFERENCE_POOLS, RESOURCE_CLAIMS, SCALED_OBJECTS
-from tidemill.kube.resources import DEPLOYMENTS, NODES
+from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES
 from tidemill.metrics.samples import PickerQueue, Quantity
 
 TOKENS = {"default": "analyzerName: saturation"}
@@ -449,3 +456,63 @@ async def serving(app: web.Application) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+EMPTY = base64.b64encode(gzip.compress(b'{"version": 1, "state": {}}')).decode()
+
+
+class TestRestart:
+    """Kill the process at any time: the successor comes to the same decision."""
+
+    async def test_the_compute_bound_is_still_known(self, fleet: Fleet) -> None:
+        """A14, with a restart between the queue and the quiet after it."""
+        await fleet.config_map(CONFIG, TOKENS)
+        pods = await fleet.deployment("dep-a", 10)
+        await fleet.variant("va-a", "dep-a")
+        async with running(fleet.client) as before:
+            for pod in pods:
+                put(before, pod, 0.16, 8, rates=means(1000, 250))
+            await before.cycle()
+            assert (before.desired("va-a") or 0) > 10
+            assert before.controller.engine is not None
+            # As it is done once a minute.
+            store = LearnedStore(fleet.client, DEFAULT_NAMESPACE)
+            await store.write(before.controller.engine._planner.dump())
+        source = before.source
+        for pod in pods:
+            put(before, pod, 0.13, 0, rates=means(1000, 250))
+        async with running(fleet.client, source=source) as after:
+            await after.cycle()
+            assert after.desired("va-a") == 10
+            assert "capacityPerReplica/va-a" in str(await explanation(after, "va-a"))
+            numbers = (await explanation(after, "va-a"))["numbers"]
+            assert numbers["saturation/capacityPerReplica/va-a"] == "16000 (compute)"
+
+    @pytest.mark.parametrize(
+        "content", ["!", base64.b64encode(gzip.compress(b'{"version": 1, "state": {}}')).decode()]
+    )
+    async def test_what_is_not_understood_is_left_out(self, fleet: Fleet, content: str) -> None:
+        body = {"metadata": {"name": "wva-capacity-learned"}, "binaryData": {"learned": content}}
+        await fleet.client.create(CONFIG_MAPS, body, DEFAULT_NAMESPACE)
+        await fleet.config_map(CONFIG, TOKENS)
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        async with running(fleet.client) as harness:
+            put(harness, pod, 0.95, 100, rates=means(1000, 200))
+            await harness.cycle()
+            assert harness.desired("va-a") == 3
+
+
+def test_everything_learned_is_handed_on() -> None:
+    """What a judge has seen over an hour, through JSON and into another one, gives the same need."""
+    chosen = policy_lab.settings(
+        analyzers=(AnalyzerEntry(name="saturation"), AnalyzerEntry(name="throughput")), ttft_target=0.6
+    )
+    lab = policy_lab.Lab(rate=lambda now: 14.0, settings=chosen)
+    lab.run(1800)
+    successor = policy_lab.Lab(rate=lambda now: 14.0, settings=chosen, replicas=lab.history[-1][1])
+    state = orjson.loads(orjson.dumps(lab._judge.dump()))
+    successor._judge.load(state)
+    assert orjson.loads(orjson.dumps(successor._judge.dump())) == state
+    successor.run(300)
+    assert {target for _, target in successor.history} == {lab.history[-1][1]}

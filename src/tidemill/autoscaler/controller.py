@@ -21,6 +21,7 @@ from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore
 from tidemill.autoscaler.engine import Engine
 from tidemill.autoscaler.instruments import Instruments
+from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
 from tidemill.autoscaler.verdicts import NOT_STARTED
@@ -206,6 +207,7 @@ class Controller:
             exporter=self.exporter,
             actuator=actuator,
             scale=scale,
+            learned=LearnedStore(self._client, options.namespace),
             instruments=self.instruments,
             changed=self._on_decision,
             now=self._now,

@@ -19,6 +19,7 @@ from tidemill.autoscaler.attribution import NOTHING_ATTRIBUTED, Ownership, attri
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.instruments import Instruments
+from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.members import Member, members
 from tidemill.autoscaler.planner import Planned, Planner
 from tidemill.autoscaler.views import PodView
@@ -37,7 +38,8 @@ COLLECT_DEADLINE = 8.0  # of the 10 s that a cycle may take
 class Engine:
     """Decides for all variants. `changed` is called with the key of each variant whose decision changed.
 
-    `actuator` carries decisions out; `scale` writes the one that no number can carry: from zero.
+    `learned` keeps what outlives the process. `actuator` carries decisions out; `scale` writes the one that no
+    number can carry: from zero.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         exporter: DecisionExporter,
         actuator: Actuator,
         scale: Actuator,
+        learned: LearnedStore,
         instruments: Instruments,
         changed: Callable[[Decision, Decision | None], None],
         now: Callable[[], dt.datetime],
@@ -65,6 +68,7 @@ class Engine:
         self._changed = changed
         self._now = now
         self._dry_run = dry_run
+        self._learned = learned
         self._planner = Planner(
             world=world,
             configuration=configuration,
@@ -85,6 +89,8 @@ class Engine:
         """Cycle until cancelled. `after_cycle` is called after each scheduled one (the periodic pass)."""
         clock = asyncio.get_running_loop().time
         self._due = clock()
+        if (learned := await self._learned.read()) is not None:
+            self._planner.load(learned)
         while True:
             self._woken.clear()
             scheduled = clock() >= self._due
@@ -98,6 +104,8 @@ class Engine:
                     self._instruments.error("engine", "CycleFailed")
             if scheduled:
                 after_cycle()
+                if not self._dry_run:
+                    await self._learned.write(self._planner.dump())
             await self._wait()
 
     async def _wait(self) -> None:

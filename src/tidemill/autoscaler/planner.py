@@ -9,6 +9,9 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+
+import structlog
 
 from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.api.saturation_config import SaturationSettings
@@ -27,10 +30,13 @@ from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
 from tidemill.capacity.pace import Pace
 from tidemill.capacity.queueing import LatencyTarget
+from tidemill.capacity.report import Json
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
 from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Snapshot
+
+log = structlog.get_logger(__name__)
 
 Group = tuple[str, str]
 """Namespace and model."""
@@ -62,6 +68,26 @@ class Planner:
         self._startup = StartupTimes()
         self._claims: dict[ObjectKey, ResourceClaimView] = {}
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
+
+    def dump(self) -> Json:
+        """All that was learned, for a successor."""
+        shapes = [
+            [*slot, *(None if v is None else str(v) for v in (s.input_tokens, s.output_tokens, s.hit_rate))]
+            for slot, s in self._shapes.items()
+        ]
+        return {"judge": self._judge.dump(), "shapes": shapes}
+
+    def load(self, state: Json) -> None:
+        """Go on from what a predecessor learned. What cannot be read is left out, and said."""
+        try:
+            self._judge.load(state["judge"])
+            for model, role, *means in state["shapes"]:
+                size_in, size_out, hits = (None if mean is None else Decimal(mean) for mean in means)
+                self._shapes[model, Role(role)] = RequestShape(
+                    input_tokens=size_in, output_tokens=size_out, hit_rate=hits
+                )
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            log.warning("what was learned before is not understood", error=repr(error))
 
     def in_depth(self, groups: Mapping[Group, Sequence[Member]], tracked: frozenset[str]) -> bool:
         """Whether any model is judged by more than percentages."""
@@ -113,6 +139,7 @@ class Planner:
                 )
                 for target in sorted(decided, key=lambda t: t.variant)
             ]
+        self._judge.forget({f"{namespace}/{model}" for namespace, model in groups})
         if self._pace is not None:
             self._pace.forget({plan.member.variant.uid for plan in planned})
         return planned, remarks

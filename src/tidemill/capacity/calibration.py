@@ -12,6 +12,7 @@ their prior: beyond it the numbers are not of such an engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,17 @@ class Calibration:
             per_context_token=per_context_token,
             per_prompt_token=per_prompt_token,
         )
+
+    def dump(self) -> list[Any]:
+        return [self.observations, self._state.tolist(), self._covariance.tolist()]
+
+    def load(self, state: list[Any]) -> None:
+        """Go on from what `dump` gave. Raises ValueError for anything else."""
+        observations, costs, covariance = state
+        found, spread = np.array(costs, dtype=np.float64), np.array(covariance, dtype=np.float64)
+        if found.shape != (4,) or spread.shape != (4, 4) or not np.isfinite(spread).all() or not (found > 0).all():
+            raise ValueError("not the state of a fit")
+        self.observations, self._state, self._covariance = int(observations), found, spread
 
     def observe(self, seen: Observation) -> None:
         """Take one window of one engine into account."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 FAR = 0.25  # share of the mean by which a sample is another level, whatever the noise
 FAR_DEVIATIONS = 4.0
@@ -20,6 +21,7 @@ DRIFTED = 5  # in a row on one side of the mean, each by more than a deviation: 
 CLIMB = 0.10  # share by which each sample exceeds the one before while demand rises
 ERRORS = 2.0  # standard errors of the upper bound
 KEPT = 120  # samples of one level; older ones are forgotten
+DUMPED = 12  # samples that a successor gets
 MOST = 2.0  # times the present demand that a forecast may reach
 
 
@@ -38,6 +40,19 @@ class Level:
         self._recent = [*self._recent[1 - IN_A_ROW :], (now, value)]
         self.samples.append((now, value))
         del self.samples[:-KEPT]
+
+    def dump(self) -> list[Any]:
+        """The last samples: they tell the level, and what was provided stays."""
+        return [
+            round(self._provided, 3),
+            [[round(time, 1), round(value, 3)] for time, value in self.samples[-DUMPED:]],
+        ]
+
+    def load(self, state: list[Any]) -> None:
+        provided, samples = state
+        self.samples = [(float(time), float(value)) for time, value in samples]
+        self._recent = self.samples[-IN_A_ROW:]
+        self._provided = float(provided)
 
     def upper(self, lead: float) -> float:
         """Demand to provide for. `lead` is how long a replica takes to start, in seconds."""

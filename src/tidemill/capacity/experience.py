@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Any
 
 from tidemill.capacity.report import CapacityReport, Thresholds
 from tidemill.capacity.view import RoleView
@@ -56,6 +57,15 @@ class Experience:
             for variant, each in vote.per_replica.items():
                 share = rate * float(each / vote.supply)
                 self.too_much[variant] = min(share, self.too_much.get(variant, share))
+
+    def dump(self) -> list[Any]:
+        return [{name: round(rate, 6) for name, rate in self.too_much.items()}, self._last_rate, self._shape]
+
+    def load(self, state: list[Any]) -> None:
+        too_much, last_rate, shape = state
+        self.too_much = {str(name): float(rate) for name, rate in too_much.items()}
+        self._last_rate = None if last_rate is None else float(last_rate)
+        self._shape = None if shape is None else (float(shape[0]), float(shape[1]))
 
     def vote(self, view: RoleView) -> CapacityReport | None:
         """What must stay, if anything is known that could tell."""

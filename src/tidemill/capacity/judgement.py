@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from decimal import Decimal
 
@@ -11,7 +11,7 @@ from tidemill.capacity.analyzers import ANALYZERS, Analyzer
 from tidemill.capacity.demand import Level
 from tidemill.capacity.experience import Experience
 from tidemill.capacity.needs import Need
-from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
+from tidemill.capacity.report import CapacityReport, Json, NoReport, Thresholds
 from tidemill.capacity.types import Role
 from tidemill.capacity.view import RoleView
 
@@ -50,6 +50,38 @@ class Judge:
             model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),
             priority=settings.priority,
         )  # fmt: skip
+
+    def dump(self) -> Json:
+        """All that was learned, for a successor."""
+        return {
+            "analyzers": {name: analyzer.dump() for name, analyzer in self._analyzers.items()},
+            "levels": [[*slot, *level.dump()] for slot, level in self._levels.items()],
+            "experiences": [[*slot, *found.dump()] for slot, found in self._experiences.items()],
+            "capacities": [
+                [*slot, {name: str(each) for name, each in found.items()}]
+                for slot, found in self._capacities.items()
+            ],
+        }
+
+    def load(self, state: Json) -> None:
+        """Go on from what `dump` gave. Raises KeyError, TypeError, ValueError or ArithmeticError for others."""
+        for name, found in state["analyzers"].items():
+            if name in self._analyzers:
+                self._analyzers[name].load(found)
+        for model, role, analyzer, *level in state["levels"]:
+            self._levels.setdefault((model, Role(role), analyzer), Level()).load(level)
+        for model, role, *found in state["experiences"]:
+            self._experiences.setdefault((model, Role(role)), Experience()).load(found)
+        for model, role, analyzer, found in state["capacities"]:
+            self._capacities[model, Role(role), analyzer] = {name: Decimal(each) for name, each in found.items()}
+
+    def forget(self, models: Collection[str]) -> None:
+        """Keep nothing of any model but these; what analyzers learned of engines stays, for when it comes back."""
+        for slots in (self._silent, self._levels, self._capacities):
+            for gone in [slot for slot in slots if slot[0] not in models]:
+                del slots[gone]
+        for gone in [slot for slot in self._experiences if slot[0] not in models]:
+            del self._experiences[gone]
 
     def _steadied(
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float

@@ -12,7 +12,7 @@ from tidemill.api.saturation_config import QUEUEING_MODEL
 from tidemill.capacity.calibration import Calibration, Observation
 from tidemill.capacity.engine_flags import EngineFlags
 from tidemill.capacity.queueing import LatencyTarget, ReplicaModel, Workload
-from tidemill.capacity.report import CapacityReport, NoReport
+from tidemill.capacity.report import CapacityReport, Json, NoReport
 from tidemill.capacity.saturation import show
 from tidemill.capacity.view import ZERO, EngineLoad, RoleView
 
@@ -92,6 +92,18 @@ class QueueingModelAnalyzer:
                 **{f"cannotMeetTarget/{i}": text for i, text in enumerate(impossible)},
             },
         )
+
+    def dump(self) -> Json:
+        return {
+            "fits": [[*key, *fit.dump()] for key, fit in self.fits.items()],
+            "caches": [[*key, *cache] for key, cache in self._kv_tokens.items()],
+        }
+
+    def load(self, state: Json) -> None:
+        for model, variant, *fit in state["fits"]:
+            self.fits.setdefault((model, variant), Calibration()).load(fit)
+        for model, variant, tokens, engines in state["caches"]:
+            self._kv_tokens[model, variant] = (int(tokens), int(engines))
 
     def _learn(self, view: RoleView) -> None:
         by_replica: dict[tuple[str, str], list[EngineLoad]] = {}

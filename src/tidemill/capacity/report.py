@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+"""What was learned, as it outlives a process."""
 
 ZERO = Decimal()
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Any
 
 from tidemill.api.saturation_config import THROUGHPUT
-from tidemill.capacity.report import CapacityReport, NoReport
+from tidemill.capacity.report import CapacityReport, Json, NoReport
 from tidemill.capacity.saturation import show
 from tidemill.capacity.types import Role
 from tidemill.capacity.view import ZERO, EngineLoad, RequestShape, RoleView
@@ -91,6 +92,20 @@ class ThroughputAnalyzer:
         self._curves: dict[tuple[str, str], Curve] = {}
         self._capacities: dict[tuple[str, str], Decimal] = {}
 
+    def dump(self) -> Json:
+        return {
+            "curves": [[*key, *_dump_curve(curve)] for key, curve in self._curves.items()],
+            "capacities": [[*key, str(capacity)] for key, capacity in self._capacities.items()],
+        }
+
+    def load(self, state: Json) -> None:
+        for model, variant, samples, shape, base, wrong in state["curves"]:
+            curve = self._curves[model, variant] = Curve(base=base, wrong=wrong)
+            curve.samples.extend((usage, itl) for usage, itl in samples)
+            curve.shape = None if shape is None else (shape[0], shape[1])
+        for model, variant, capacity in state["capacities"]:
+            self._capacities[model, variant] = Decimal(capacity)
+
     def report(self, view: RoleView) -> CapacityReport | NoReport:
         if view.role is Role.PREFILL:
             return NoReport(self.name, "prefill makes no output tokens", holds=False)
@@ -147,6 +162,11 @@ class ThroughputAnalyzer:
                 **{f"capacityPerReplica/{name}": show(c) for name, c in sorted(capacities.items())},
             },
         )
+
+
+def _dump_curve(curve: Curve) -> list[Any]:
+    samples = [[round(usage, 4), round(itl, 6)] for usage, itl in curve.samples]
+    return [samples, curve.shape, round(curve.base, 6), curve.wrong]
 
 
 def kv_per_request(shape: RequestShape) -> float:

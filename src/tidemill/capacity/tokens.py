@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tidemill.api.saturation_config import TOKENS
 from tidemill.capacity.engine_flags import EngineFlags
-from tidemill.capacity.report import ZERO, CapacityReport, NoReport
+from tidemill.capacity.report import ZERO, CapacityReport, Json, NoReport
 from tidemill.capacity.saturation import show
 from tidemill.capacity.types import Role, VariantState
 from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
@@ -54,6 +54,19 @@ class CapacityMemory:
 
     def capacity(self, model: str, variant: str) -> Decimal | None:
         return self._capacities.get((model, variant))
+
+    def dump(self) -> Json:
+        return {
+            "bounds": [[*key, [str(bound) for bound in bounds]] for key, bounds in self._bounds.items()],
+            "capacities": [[*key, str(capacity)] for key, capacity in self._capacities.items()],
+        }
+
+    def load(self, state: Json) -> None:
+        for model, accelerator, gpus, size, bounds in state["bounds"]:
+            key = BoundKey(model, accelerator, gpus, size)
+            self._bounds[key].extend(Decimal(bound) for bound in bounds)
+        for model, variant, capacity in state["capacities"]:
+            self._capacities[model, variant] = Decimal(capacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +152,12 @@ class TokenAnalyzer:
         found = analyze(view, self.memory)
         self.memory.learn(view.model, found)
         return found.report
+
+    def dump(self) -> Json:
+        return self.memory.dump()
+
+    def load(self, state: Json) -> None:
+        self.memory.load(state)
 
 
 def bucket(output_tokens: Decimal | None) -> str:

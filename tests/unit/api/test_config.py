@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from tidemill.api.durations import format_duration, parse_duration
 from tidemill.api.manager_config import ManagerConfig, read_manager_config, restart_needed
-from tidemill.api.saturation_config import read_saturation_map, resolve_saturation
+from tidemill.api.saturation_config import (
+    FleetSettings,
+    read_saturation_map,
+    resolve_fleet,
+    resolve_saturation,
+)
 
 
 class TestDurations:
@@ -134,3 +139,87 @@ class TestSaturationConfig:
     def test_decimals_stay_exact(self) -> None:
         found, _ = saturation({"default": "kvCacheThreshold: 0.1"})
         assert found.layers["default"].kv_cache_threshold == Decimal("0.1")
+
+
+class TestCapacitySettings:
+    def settings(self, **entries: str):
+        found, problems = saturation(entries)
+        assert not problems
+        return resolve(found)[0]
+
+    def test_percentages_are_the_default(self) -> None:
+        assert self.settings().by_percentage
+        assert not self.settings(default="analyzerName: saturation").by_percentage
+
+    def test_without_a_list_tokens_vote(self) -> None:
+        found = self.settings(default="analyzerName: saturation\nscaleUpThreshold: 0.9")
+        assert found.voting() == {"saturation": (Decimal("0.9"), Decimal("0.70"))}
+
+    def test_the_list_says_who_votes_with_thresholds_of_their_own(self) -> None:
+        found = self.settings(
+            default="analyzers:\n- {name: throughput, scaleUpThreshold: 0.8}\n- {name: saturation, enabled: false}"
+        )
+        assert not found.by_percentage
+        assert found.voting() == {"throughput": (Decimal("0.8"), Decimal("0.70"))}
+
+    def test_targets_are_milliseconds_and_ask_the_queueing_model(self) -> None:
+        found = self.settings(mine="model_id: m\nttftTarget: 500\nitlTarget: 40\ntargetPercentile: 95")
+        assert (found.ttft_target, found.itl_target, found.target_percentile) == (0.5, 0.04, 95)
+        assert set(found.voting()) == {"saturation", "queueing-model"}
+
+    def test_a_class_gives_what_the_model_does_not_say_itself(self) -> None:
+        classes = {"interactive": "ttftTarget: 300\nitlTarget: 30\ntargetPercentile: 90"}
+        plain = self.settings(default="latencyClass: interactive", **classes)
+        assert (plain.ttft_target, plain.itl_target, plain.target_percentile) == (0.3, 0.03, 90)
+        own = self.settings(default="latencyClass: interactive", mine="model_id: m\nttftTarget: 1000", **classes)
+        assert (own.ttft_target, own.itl_target) == (1.0, 0.03)
+
+    def test_a_class_that_is_not_there_is_said(self) -> None:
+        found, _ = saturation({"default": "latencyClass: batch"})
+        _, (problem,) = resolve(found)
+        assert (problem.field, problem.value) == ("default.latencyClass", "batch")
+        assert "there is no entry 'batch'" in problem.rule
+
+    @pytest.mark.parametrize(
+        ("text", "field"),
+        [
+            ("analyzerName: magic", "default.analyzerName"),
+            ("analyzers: [{name: magic}]", "default.analyzers.0.name"),
+            ("scaleUpThreshold: 1.2", "default.scaleUpThreshold"),
+            ("scaleUpThreshold: 0.6\nscaleDownBoundary: 0.6", "default.scaleUpThreshold"),
+            ("ttftTarget: 0", "default.ttftTarget"),
+            ("targetPercentile: 100", "default.targetPercentile"),
+            ("latencyClass: fast", "default.latencyClass"),
+            ("optimizer: magic", "default.optimizer"),
+            ("optimizerTimeLimit: 1h", "default.optimizerTimeLimit"),
+            ("scaleUpStep: 0", "default.scaleUpStep"),
+            ("priority: -1", "default.priority"),
+        ],
+    )
+    def test_bad_values_name_the_field(self, text: str, field: str) -> None:
+        found, (problem, *_) = saturation({"default": text})
+        assert problem.field.startswith(field)
+        assert "default" not in found.layers
+
+    def test_a_threshold_that_breaks_the_merged_rule_is_refused_and_the_tuned_one_stays(self) -> None:
+        found, _ = saturation(
+            {"default": "scaleUpThreshold: 0.6\nscaleDownBoundary: 0.5", "A100": "scaleDownBoundary: 0.65"}
+        )
+        settings, (problem,) = resolve(found)
+        assert (settings.scale_up_threshold, settings.scale_down_boundary) == (Decimal("0.6"), Decimal("0.5"))
+        assert problem.field == "A100.scaleDownBoundary"
+        assert problem.rule == "scaleDownBoundary (0.65) must be below scaleUpThreshold (0.6)"
+
+    def test_what_holds_for_the_fleet_is_in_the_default_entry(self) -> None:
+        found, _ = saturation({"default": "enableLimiter: true\noptimizer: greedy\noptimizerTimeLimit: 2s"})
+        assert resolve_fleet(found, limited=False) == FleetSettings(
+            limited=True, optimizer="greedy", time_limit=2.0
+        )
+        assert resolve_fleet(None, limited=True) == FleetSettings(limited=True)
+
+    def test_limited_mode_and_node_labels(self) -> None:
+        config, problems = manager({"WVA_LIMITED_MODE": "true", "WVA_NODE_SELECTOR": "pool=a, zone=b"})
+        assert not problems
+        assert (config.limited_mode, config.node_selector) == (True, (("pool", "a"), ("zone", "b")))
+        _, (problem,) = manager({"WVA_NODE_SELECTOR": "pool"})
+        assert "key=value" in problem.rule
