@@ -117,7 +117,7 @@ class FleetSettings:
 
     limited: bool = False
     optimizer: Literal["exact", "greedy"] = "exact"
-    time_limit: float = 5.0
+    time_limit: float = 2.0
 
 
 class SaturationLayer(BaseModel):

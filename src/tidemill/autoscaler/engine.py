@@ -104,8 +104,8 @@ class Engine:
                     self._instruments.error("engine", "CycleFailed")
             if scheduled:
                 after_cycle()
-                if not self._dry_run:
-                    await self._learned.write(self._planner.dump())
+                if not self._dry_run and (state := self._planner.dump()):
+                    await self._learned.write(state)
             await self._wait()
 
     async def _wait(self) -> None:

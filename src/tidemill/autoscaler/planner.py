@@ -70,7 +70,9 @@ class Planner:
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
 
     def dump(self) -> Json:
-        """All that was learned, for a successor."""
+        """All that was learned, for a successor; empty while percentages decide everything."""
+        if not self._shapes:
+            return {}
         shapes = [
             [*slot, *(None if v is None else str(v) for v in (s.input_tokens, s.output_tokens, s.hit_rate))]
             for slot, s in self._shapes.items()

@@ -176,6 +176,14 @@ class Exchange:
 
     def receive(self, data: bytes) -> None:
         """One serialised ProcessingRequest. Raises ValueError when it is none."""
+        # Half of all messages are bodies, and most of those hold nothing else.
+        if (plain := messages.plain_body(data)) is not None and self.state is not _DONE:
+            kind, body, ends = plain
+            if kind == messages.RESPONSE_BODY_FIELD:
+                self._response_body(body, ends)
+            else:
+                self._request_body(body, ends)
+            return
         try:
             message = ProcessingRequest.FromString(data)
         except DecodeError as error:
@@ -184,10 +192,10 @@ class Exchange:
             return
         kind = message.WhichOneof("request")
         if kind == "response_body":
-            self._response_body(message.response_body)
+            self._response_body(message.response_body.body, message.response_body.end_of_stream)
         elif kind == "request_body":
             self._look_at_metadata(message)
-            self._request_body(message.request_body)
+            self._request_body(message.request_body.body, message.request_body.end_of_stream)
         elif kind == "request_headers":
             self._request_headers(message)
         elif kind == "response_headers":
@@ -253,18 +261,18 @@ class Exchange:
         elif kind != "null_value":
             self._subset = ()
 
-    def _request_body(self, body: Message) -> None:
+    def _request_body(self, chunk: bytes, ends: bool) -> None:
         if self.state is not _BODY:
             if not self._has_body:  # it passes by
                 self._send(messages.REQUEST_BODY)
             return
-        self._size += len(body.body)
+        self._size += len(chunk)
         if self._size > self._director.max_body:
             self.too_large()
             return
-        if body.body:
-            self._chunks.append(body.body)
-        if body.end_of_stream or self._request_mode != _DUPLEX:
+        if chunk:
+            self._chunks.append(chunk)
+        if ends or self._request_mode != _DUPLEX:
             # A buffered body is one message, whole (in partial mode: what fitted).
             self._decide()
 
@@ -360,9 +368,7 @@ class Exchange:
         if message.response_headers.end_of_stream:
             self._over()
 
-    def _response_body(self, body: Message) -> None:
-        chunk = body.body
-        end = body.end_of_stream
+    def _response_body(self, chunk: bytes, end: bool) -> None:
         # First pass it on, then look at it.
         if self._response_mode == _DUPLEX:
             for message in messages.streamed_response_body(chunk, end_of_stream=end):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,7 +93,7 @@ class PrefixIndex:
             if count <= 0:
                 continue
             if not root:
-                root = xxh3_64_intdigest(f"{model}\0{salt}".encode("utf-8", "surrogatepass"))
+                root = _root(model, salt)
             left -= count
             previous = root
             hashes: list[int] = []
@@ -155,6 +156,12 @@ class PrefixIndex:
             self._holders[block] = left
         else:
             del self._holders[block]
+
+
+@lru_cache(maxsize=1024)
+def _root(model: str, salt: str) -> int:
+    """The hash that the first block of every prompt for a model continues."""
+    return xxh3_64_intdigest(f"{model}\0{salt}".encode("utf-8", "surrogatepass"))
 
 
 def _credit(counts: IntArray, rows: int, depth: int) -> None:
