@@ -156,6 +156,28 @@ class TestByTokens:
         assert len(v2.controller.decisions.history(v2.controller.decisions.all()[0].variant)) == 1
 
 
+class TestLatencyTarget:
+    async def test_a_target_that_no_size_meets_is_said_once(self, fleet: Fleet, harness: Harness) -> None:
+        await fleet.config_map(CONFIG, {"default": "ttftTarget: 1"})
+        (pod,) = await fleet.deployment("dep-a", 1)
+        await fleet.variant("va-a", "dep-a")
+        timed = {
+            **means(1000, 200),
+            Quantity.TTFT: 0.2,
+            Quantity.TTFTS: 1.0,
+            Quantity.ITL: 0.03 * 199,
+            Quantity.ITLS: 199.0,
+        }
+        for _ in range(6):
+            put(harness, pod, 0.3, 0, rates=timed)
+            await harness.cycle()
+        (event,) = await fleet.events("LatencyTargetUnreachable")
+        assert event.get("count", 1) == 1
+        assert "va-a cannot meet the target at any size" in event["message"]
+        assert "of 1 ms" in event["message"]
+        assert "LatencyTargetUnreachable" in (await explanation(harness, "va-a"))["warnings"]
+
+
 class TestRoles:
     async def pair(self, fleet: Fleet, **decode: Any) -> tuple[list[str], list[str]]:
         prefill = await fleet.deployment("prefill", 2, labels={"llm-d.ai/role": "prefill"})
@@ -269,8 +291,8 @@ class TestInventory:
         assert harness.desired("va-a") == 1
         found = await explanation(harness, "va-a")
         assert found["cause"] == "AcceleratorsShort"
-        assert "0 granted" in found["limits"]
-        assert "0 of 8 free" in found["limits"]
+        assert "0 granted" in found["warnings"]["ResourceConstrained"]
+        assert "0 of 8 free" in found["warnings"]["ResourceConstrained"]
         (event,) = await fleet.events("ResourceConstrained")
         assert "0 of 8 free" in event["message"]
 
@@ -306,7 +328,7 @@ class TestInventory:
         await self.serving(fleet, harness, nodeSelector={"team": "a", "nvidia.com/gpu.product": "A100"})
         await harness.cycle()
         assert harness.desired("va-a") == 1
-        assert "A100 on team=a each, 0 of 4 free" in (await explanation(harness, "va-a"))["limits"]
+        assert "A100 on team=a each, 0 of 4 free" in str((await explanation(harness, "va-a"))["warnings"])
 
     async def test_a21_a_shared_claim_counts_once(self, fleet: Fleet, harness: Harness) -> None:
         for version in ("v1", "v1beta1"):

@@ -261,9 +261,9 @@ class Controller:
         if decision.direction is not Direction.HOLD:
             word = {Direction.UP: "ScaledUp", Direction.DOWN: "ScaledDown"}[decision.direction]
             self.recorder.event(ref_of(view), "Normal", word, decision.explanation.sentence)
-        limits = decision.explanation.limits
-        if limits and (before is None or before.explanation.limits != limits):
-            self.recorder.event(ref_of(view), "Warning", "ResourceConstrained", limits)
+        for warning, text in decision.explanation.warnings.items():
+            if before is None or warning not in before.explanation.warnings:
+                self.recorder.event(ref_of(view), "Warning", warning.value, text)
         # A model that starts is no cause for alarm; numbers that were there and go are.
         if _lost(decision) and (before is None or _lost(before) is not decision.metrics.reason):
             self.recorder.event(ref_of(view), "Warning", "MetricsUnavailable", decision.metrics.message)

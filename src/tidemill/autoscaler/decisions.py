@@ -45,8 +45,12 @@ class Decision:
         """Whether a user would see any difference."""
         return (self.uid, self.replicas, self.accelerator, self.applied, self.not_applied) == (
             other.uid, other.replicas, other.accelerator, other.applied, other.not_applied,
-        ) and (self.explanation.cause, self.metrics, self.optimization.status, self.optimization.reason) == (
-            other.explanation.cause, other.metrics, other.optimization.status, other.optimization.reason,
+        ) and (
+            self.explanation.cause, self.explanation.warnings.keys(), self.metrics, self.optimization.status,
+            self.optimization.reason,
+        ) == (
+            other.explanation.cause, other.explanation.warnings.keys(), other.metrics, other.optimization.status,
+            other.optimization.reason,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, object]:

@@ -68,10 +68,9 @@ class QueueingModelAnalyzer:
                 ),
             }
         if not capacities:
-            reason = "; ".join(impossible) or (
-                f"fewer than {ENOUGH} windows with requests were seen: their times are not known yet"
-            )
-            return NoReport(self.name, reason, holds=False)
+            unknown = f"fewer than {ENOUGH} windows with requests were seen: their times are not known yet"
+            unreachable = "; ".join(impossible)
+            return NoReport(self.name, unreachable or unknown, holds=False, unreachable=unreachable)
         demand = _demand(view)
         if demand is None:
             return NoReport(self.name, "the rate of requests is not known for every engine", holds=False)
@@ -89,8 +88,8 @@ class QueueingModelAnalyzer:
                 "itlTarget": _milliseconds(view.target.itl),
                 "targetPercentile": f"{view.target.percentile:g}" if view.target.percentile else "mean",
                 **told,
-                **{f"cannotMeetTarget/{i}": text for i, text in enumerate(impossible)},
             },
+            unreachable="; ".join(impossible),
         )
 
     def dump(self) -> Json:

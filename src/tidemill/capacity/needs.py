@@ -51,6 +51,11 @@ class Need:
             return min(self.votes, key=lambda r: (self._replicas(r, r.spare), r.analyzer))
         return None
 
+    @property
+    def unreachable(self) -> str:
+        """Which latency targets no size can meet, and why; "" when all can be met."""
+        return "; ".join(found.unreachable for found in (*self.votes, *self.silent) if found.unreachable)
+
     def missing(self, variant: str) -> Decimal:
         """Replicas of `variant` that would cover what every analyzer misses, not rounded; 0 when none does."""
         return max((r.required / r.per_replica[variant] for r in self.growing), default=ZERO)

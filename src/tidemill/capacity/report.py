@@ -37,6 +37,7 @@ class CapacityReport:
     demand: Decimal
     thresholds: Thresholds
     numbers: Mapping[str, str] = field(default_factory=dict)
+    unreachable: str = ""  # variants that meet no latency target at any size, and why
 
     @property
     def required(self) -> Decimal:
@@ -62,6 +63,7 @@ class NoReport:
     analyzer: str
     reason: str
     holds: bool
+    unreachable: str = ""
 
 
 def replicas_for(amount: Decimal, each: Decimal) -> int:

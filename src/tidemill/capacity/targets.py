@@ -9,7 +9,7 @@ from tidemill.capacity.allocation import Allocation, offer
 from tidemill.capacity.inventory import Inventory
 from tidemill.capacity.needs import Need, numbers, sentence
 from tidemill.capacity.saturation import ANALYZER, SaturationReport, show
-from tidemill.capacity.types import Cause, Direction, Explanation, Target, VariantState
+from tidemill.capacity.types import Cause, Direction, Explanation, Notice, Target, VariantState
 
 
 def decide(report: SaturationReport | None, variants: Sequence[VariantState]) -> tuple[Target, ...]:
@@ -53,10 +53,14 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
     text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
     if need.growing and not steps and not cut:
         text += f", since no variant can grow: {'; '.join(_why_not_up(v) for v in need.variants)}"
-    limits = f"accelerators are short: {cut}" if cut else ""
-    if unlimited and need.growing:
-        limits = _not_limited(unlimited)
-    if limits:
+    warnings: dict[Notice, str] = {}
+    if cut:
+        warnings[Notice.ACCELERATORS] = f"accelerators are short: {cut}"
+    elif unlimited and need.growing:
+        warnings[Notice.ACCELERATORS] = _not_limited(unlimited)
+    if need.unreachable:
+        warnings[Notice.LATENCY_TARGET] = need.unreachable
+    if (limits := warnings.get(Notice.ACCELERATORS)) is not None:
         text += f"; {limits}"
     return tuple(
         _bounded(
@@ -67,7 +71,7 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
                 cause if moved[variant.name] or not steps else Cause.OTHER_VARIANT,
                 text,
                 found,
-                limits,
+                warnings,
             ),
         )
         for variant in sorted(need.variants, key=lambda v: v.name)
@@ -89,16 +93,18 @@ def limited(
         left = inventory.take(variant)
         if left is not None:
             inventory = left
-            limits = _not_limited(unlimited) if unlimited else ""
-            sentence = f"{why.sentence}; {limits}" if limits else why.sentence
-            found.append(replace(target, explanation=replace(why, sentence=sentence, limits=limits)))
+            found.append(replace(target, explanation=_warned(why, _not_limited(unlimited) if unlimited else "")))
             continue
         limits = f"accelerators are short: 1 more wanted, 0 granted: {offer(variant, inventory)}"
-        explanation = replace(
-            why, cause=Cause.ACCELERATORS_SHORT, sentence=f"{why.sentence}; {limits}", limits=limits
-        )
+        explanation = replace(_warned(why, limits), cause=Cause.ACCELERATORS_SHORT)
         found.append(replace(target, replicas=variant.current, direction=Direction.HOLD, explanation=explanation))
     return tuple(found), inventory
+
+
+def _warned(why: Explanation, limits: str) -> Explanation:
+    if not limits:
+        return why
+    return replace(why, sentence=f"{why.sentence}; {limits}", warnings={Notice.ACCELERATORS: limits})
 
 
 def _not_limited(why: str) -> str:

@@ -88,6 +88,13 @@ class Cause(StrEnum):
     ACCELERATORS_SHORT = "AcceleratorsShort"
 
 
+class Notice(StrEnum):
+    """What a decision may have met; the values are reasons of events."""
+
+    ACCELERATORS = "ResourceConstrained"  # there are too few, or which are free is not known
+    LATENCY_TARGET = "LatencyTargetUnreachable"
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why: which analyzer bound, what it saw, and the same as a sentence."""
@@ -96,7 +103,8 @@ class Explanation:
     cause: Cause
     sentence: str
     numbers: Mapping[str, str] = field(default_factory=dict)
-    limits: str = ""  # what inventory cut, or could not know
+    # What an operator should be told once, by the reason of the event that does.
+    warnings: Mapping[Notice, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -104,7 +112,7 @@ class Explanation:
             "cause": self.cause.value,
             "sentence": self.sentence,
             "numbers": dict(self.numbers),
-            **({"limits": self.limits} if self.limits else {}),
+            **({"warnings": {k.value: text for k, text in self.warnings.items()}} if self.warnings else {}),
         }
 
 
