@@ -68,6 +68,7 @@ class Engine:
         self._changed = changed
         self._now = now
         self._dry_run = dry_run
+        self._scale = scale
         self._learned = learned
         self._planner = Planner(
             world=world,
@@ -234,7 +235,9 @@ class Engine:
                 )
             if why := self._world.paused(member.variant.spec.target):
                 return replace(decision, applied=False, not_applied=f"paused: {why}")
-            await self._actuator.apply(member.target.key, decision.current, decision.replicas)
+            # An HPA rests while its target has no replicas: the first one comes from here.
+            carrier = self._actuator if decision.current else self._scale
+            await carrier.apply(member.target.key, decision.current, decision.replicas)
         except ActuationError as error:
             self._instruments.error("actuation", type(error).__name__)
             log.warning("decision not applied", variant=str(decision.variant), error=str(error))

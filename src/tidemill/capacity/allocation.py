@@ -74,7 +74,7 @@ def grow(need: Need) -> dict[str, int]:
 def shrink(need: Need) -> dict[str, int]:
     """Replicas to take away, the dearest first. What must stay is left to the cheapest."""
     left = {report.analyzer: report.spare for report in need.votes}
-    candidates = [variant for variant in need.variants if variant.current > 0 and need.can_judge(variant)]
+    candidates = [variant for variant in need.variants if need.may_shrink_by(variant)]
     others = sum(variant.current for variant in need.variants)
     removed: dict[str, int] = {}
     for variant in sorted(candidates, key=lambda v: (v.cost, v.name), reverse=True):

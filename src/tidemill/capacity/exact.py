@@ -150,7 +150,7 @@ def _shrinking(program: _Program, need: Need) -> list[tuple[int, _Column]]:
     found: list[tuple[int, _Column]] = []
     spare = {report.analyzer: report.spare for report in need.votes}
     for variant in _by_name(need):
-        if variant.current <= 0 or not need.can_judge(variant):
+        if not need.may_shrink_by(variant):
             continue
         most = float(need.removable(variant, spare))
         gain = -float(variant.cost * (1 - CHANGE_CHARGE))

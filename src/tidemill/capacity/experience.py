@@ -9,7 +9,7 @@ replicas go only where those left stay well below it. It never asks for more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -67,14 +67,17 @@ class Experience:
         self._last_rate = None if last_rate is None else float(last_rate)
         self._shape = None if shape is None else (float(shape[0]), float(shape[1]))
 
-    def vote(self, view: RoleView) -> CapacityReport | None:
-        """What must stay, if anything is known that could tell."""
+    def vote(self, view: RoleView, others: Sequence[CapacityReport]) -> CapacityReport | None:
+        """What must stay, if anything is known that could tell. A variant that has never been short is to the
+        others as the capacities are that `others` measure."""
         rate = request_rate(view)
         if not self.too_much or rate is None:
             return None
-        per_replica: Mapping[str, Decimal] = {
-            name: Decimal(repr(round(value, 6))) for name, value in self.too_much.items()
-        }
+        per_replica = {name: Decimal(repr(round(value, 6))) for name, value in self.too_much.items()}
+        for report in others:
+            known = [name for name in sorted(self.too_much) if report.per_replica.get(name, 0) > 0]
+            for name, each in report.per_replica.items() if known else ():
+                per_replica.setdefault(name, per_replica[known[0]] * each / report.per_replica[known[0]])
         supply, anticipated = view.supply(per_replica)
         return CapacityReport(
             analyzer=NAME,

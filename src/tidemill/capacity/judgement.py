@@ -44,7 +44,7 @@ class Judge:
             silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
         experience = self._experiences.setdefault((view.model, view.role), Experience())
         experience.observe(view, votes)
-        if votes and (vote := experience.vote(view)) is not None:
+        if votes and (vote := experience.vote(view, votes)) is not None:
             votes.append(self._steadied((view.model, view.role, vote.analyzer), vote, view, now, 0.0))
         return Need(
             model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),

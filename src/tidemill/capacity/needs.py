@@ -60,17 +60,27 @@ class Need:
         """Replicas of `variant` that would cover what every analyzer misses, not rounded; 0 when none does."""
         return max((r.required / r.per_replica[variant] for r in self.growing), default=ZERO)
 
-    def can_judge(self, variant: VariantState) -> bool:
-        """Whether every vote knows what a replica of `variant` is worth."""
-        return all(report.per_replica.get(variant.name, ZERO) > 0 for report in self.votes)
+    def may_shrink_by(self, variant: VariantState) -> bool:
+        """Whether every vote knows what a replica of `variant` is worth, and there is one."""
+        return variant.current > 0 and _known(self.votes, variant)
 
     def may_grow(self, variant: VariantState) -> bool:
         return (
-            self.can_judge(variant)
+            _known(self.growing, variant)
             and not variant.at_rest
             and not (variant.stalled and variant.pending)
             and (variant.max_replicas is None or variant.current < variant.max_replicas)
         )
+
+    def why_not_grow(self, variant: VariantState) -> str:
+        """What keeps `variant` from growing, in words."""
+        if variant.at_rest:
+            return f"{variant.name} was set to 0 replicas"
+        if variant.stalled and variant.pending:
+            return f"{variant.name} has {variant.pending} pending, which did not start in time"
+        if not _known(self.growing, variant):
+            return f"what a replica of {variant.name} can do is not known: none has served yet"
+        return f"{variant.name} is at maxReplicas {variant.max_replicas}"
 
     def removable(self, variant: VariantState, left: Mapping[str, Decimal]) -> int:
         """Replicas of `variant` that may go when each analyzer still has `left` to spare."""
@@ -94,6 +104,10 @@ class Need:
         """`amount` in replicas of the smallest variant, so that units can be compared."""
         each = [capacity for capacity in report.per_replica.values() if capacity > 0]
         return amount / min(each) if each else ZERO
+
+
+def _known(reports: Iterable[CapacityReport], variant: VariantState) -> bool:
+    return all(report.per_replica.get(variant.name, ZERO) > 0 for report in reports)
 
 
 def sentence(need: Need) -> str:

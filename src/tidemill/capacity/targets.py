@@ -52,7 +52,7 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
         cause = Cause.ANALYZERS_DISAGREE if held else Cause.STEADY
     text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
     if need.growing and not steps and not cut:
-        text += f", since no variant can grow: {'; '.join(_why_not_up(v) for v in need.variants)}"
+        text += f", since no variant can grow: {'; '.join(need.why_not_grow(v) for v in need.variants)}"
     warnings: dict[Notice, str] = {}
     if cut:
         warnings[Notice.ACCELERATORS] = f"accelerators are short: {cut}"

@@ -17,7 +17,8 @@ from tidemill.capacity.allocation import Allocation
 from tidemill.capacity.inventory import UNLIMITED, Inventory
 from tidemill.capacity.needs import Need, sentence
 from tidemill.capacity.report import CapacityReport, NoReport, Thresholds
-from tidemill.capacity.types import Role, VariantState
+from tidemill.capacity.targets import allocated
+from tidemill.capacity.types import Cause, Role, VariantState
 
 ONE = Thresholds(up=Decimal(1), down=Decimal(1))
 
@@ -164,6 +165,27 @@ class TestAnalyzers:
         given_need = need(self.BOTH(), self.SPARE(), silent=(silent,))
         assert solve([given_need]).replicas["ns/m", "a"] == right
         assert f"throughput {'holds' if holds else 'abstains'}: has not reported" in sentence(given_need)
+
+
+class TestWhoCanGrow:
+    def test_only_who_asks_for_more_must_know_a_variant(self) -> None:
+        variants = [variant("a", 10, 2, high=2), variant("b", 5, 0)]
+        votes = report({"a": 10, "b": 10}, required=5), report({"a": 2}, analyzer="throughput")
+        for way in (solve, lambda needs: allocation.allocate(needs, UNLIMITED)):
+            assert way([need(variants, *votes)]).replicas["ns/m", "b"] == 1
+
+    def test_what_nothing_is_known_of_is_said(self) -> None:
+        variants = [variant("a", 10, 2, high=2), variant("b", 5, 0)]
+        asked = need(variants, report({"a": 10}, required=5))
+        (a, b) = allocated(asked, solve([asked]))
+        assert (a.replicas, b.replicas) == (2, 0)
+        assert a.explanation.cause is Cause.NO_CANDIDATE
+        assert "a is at maxReplicas 2; what a replica of b can do is not known" in a.explanation.sentence
+
+    def test_one_that_never_started_is_not_waited_for(self) -> None:
+        stalled = replace(variant("a", 5, 3), ready=1, stalled=True)
+        found = solve([need([stalled, variant("b", 10, 1)], report({"a": 10, "b": 10}, required=15))])
+        assert found.replicas == {("ns/m", "a"): 3, ("ns/m", "b"): 3}
 
 
 class TestInventory:

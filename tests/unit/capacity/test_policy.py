@@ -132,7 +132,7 @@ class TestExperience:
         for _ in range(2):
             seen = view(1.0, rate=4.0, replicas=2)
             experience.observe(seen, [self.short(seen)])
-        vote = experience.vote(view(0.1, rate=4.0, replicas=6))
+        vote = experience.vote(view(0.1, rate=4.0, replicas=6), [])
         assert vote is not None
         assert float(vote.per_replica["a"]) == pytest.approx(2.0, rel=0.01)
         # 4 requests/s need more than two replicas: with three each has 1.33, which is well below 2.
@@ -144,7 +144,7 @@ class TestExperience:
         for rate in (1.0, 4.0):
             seen = view(1.0, rate=rate)
             experience.observe(seen, [self.short(seen)])
-        assert experience.vote(view(0.1)) is None
+        assert experience.vote(view(0.1), []) is None
 
     def test_requests_of_another_shape_begin_anew(self) -> None:
         experience = Experience()
@@ -157,7 +157,7 @@ class TestExperience:
             shape=RequestShape(input_tokens=Decimal(4000), output_tokens=Decimal(200)),
         )  # fmt: skip
         experience.observe(changed, [])
-        assert experience.vote(changed) is None
+        assert experience.vote(changed, []) is None
 
 
 class TestSilence:
