@@ -22,7 +22,7 @@ from tidemill.api.saturation_config import AnalyzerEntry
 from tidemill.autoscaler.accelerators import inventory
 from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.world import INFERENCE_POOLS, RESOURCE_CLAIMS, SCALED_OBJECTS
-from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES
+from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS
 from tidemill.metrics.samples import PickerQueue, Quantity
 
 TOKENS = {"default": "analyzerName: saturation"}
@@ -145,6 +145,27 @@ class TestByTokens:
         put(v2, pod, 0.95, 50, rates=means(1000, 200))
         await v2.cycle()
         assert (v2.desired("va-a"), v2.desired("va-b")) == (3, 0)
+
+    async def test_what_was_taken_to_0_may_come_back(self, fleet: Fleet) -> None:
+        await fleet.config_map(CONFIG, TOKENS)
+        pods = {name: (await fleet.deployment(f"dep-{name}", 1))[0] for name in "ab"}
+        await fleet.variant("va-a", "dep-a", maxReplicas=1)
+        await fleet.variant("va-b", "dep-b", variantCost="20.0")
+        async with running(fleet.client) as harness:
+            for pod in pods.values():
+                put(harness, pod, 0.05, 0, rates=means(1000, 200))
+            await harness.cycle()
+            assert (harness.desired("va-a"), harness.desired("va-b")) == (1, 0)
+            await fleet.scale("dep-b", 0)
+            await fleet.client.delete(PODS, pods["b"], NAMESPACE)
+            harness.source.lose(pods["b"])
+            await harness.cycle()
+            put(harness, pods["a"], 0.95, 50, rates=means(1000, 200))
+            await harness.cycle()
+            assert (harness.desired("va-a"), harness.desired("va-b")) == (1, 2)
+            # An HPA rests while its target has no replicas: the scale is written, whoever moves it otherwise.
+            target = await fleet.client.get(DEPLOYMENTS, "dep-b", NAMESPACE)
+            assert target["spec"]["replicas"] == 2
 
     async def test_a_constant_load_decides_once(self, fleet: Fleet, v2: Harness) -> None:
         (pod,) = await fleet.deployment("dep-a", 1)

@@ -67,6 +67,7 @@ class Planner:
         self._pace = Pace() if moves_replicas else None
         self._startup = StartupTimes()
         self._claims: dict[ObjectKey, ResourceClaimView] = {}
+        self._taken_to_zero: set[str] = set()  # uids of variants
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
 
     def dump(self) -> Json:
@@ -77,11 +78,12 @@ class Planner:
             [*slot, *(None if v is None else str(v) for v in (s.input_tokens, s.output_tokens, s.hit_rate))]
             for slot, s in self._shapes.items()
         ]
-        return {"judge": self._judge.dump(), "shapes": shapes}
+        return {"judge": self._judge.dump(), "shapes": shapes, "zero": sorted(self._taken_to_zero)}
 
     def load(self, state: Json) -> None:
         """Go on from what a predecessor learned. What cannot be read is left out, and said."""
         try:
+            self._taken_to_zero.update(str(uid) for uid in state["zero"])
             self._judge.load(state["judge"])
             for model, role, *means in state["shapes"]:
                 size_in, size_out, hits = (None if mean is None else Decimal(mean) for mean in means)
@@ -141,6 +143,8 @@ class Planner:
                 )
                 for target in sorted(decided, key=lambda t: t.variant)
             ]
+        for plan in planned:
+            self._note_zero(plan)
         self._judge.forget({f"{namespace}/{model}" for namespace, model in groups})
         if self._pace is not None:
             self._pace.forget({plan.member.variant.uid for plan in planned})
@@ -205,6 +209,14 @@ class Planner:
             target=target if settings.has_latency_target else None,
         )
 
+    def _note_zero(self, plan: Planned) -> None:
+        """Who is at 0 by our decision. A target that somebody else set to 0 was never decided down to it."""
+        uid = plan.member.variant.uid
+        if plan.target.replicas == 0 and plan.member.target.replicas:
+            self._taken_to_zero.add(uid)
+        elif plan.member.target.replicas:
+            self._taken_to_zero.discard(uid)
+
     def _slowed(self, model: _Model, member: Member, target: Target, tracked: frozenset[str]) -> Target:
         if self._pace is None:
             return target
@@ -235,6 +247,7 @@ class Planner:
             max_replicas=spec.max_replicas,
             stalled=target.stalled,
             role=target.role,
+            may_return=spec.min_replicas == 0 or member.variant.uid in self._taken_to_zero,
             accelerator=member.accelerator,
             gpus=target.gpus or max((claimed(r.pod, self._claims) for r in member.replicas), default=0) or None,
             placement=placement(target.accelerator, target.node_selector),

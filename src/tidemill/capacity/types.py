@@ -45,6 +45,8 @@ class VariantState:
     role: Role = Role.BOTH
     accelerator: str = "unknown"
     gpus: int | None = None  # of one replica; None when its pod template does not say
+    # Whether it may be brought back from 0: this autoscaler took it there, or its minimum is 0.
+    may_return: bool = False
     placement: str = ""  # the nodes of that accelerator which its pods may go to, when not all of them
 
     @property
@@ -53,9 +55,8 @@ class VariantState:
 
     @property
     def at_rest(self) -> bool:
-        """Whether it has no replica because somebody else wants it so: what this autoscaler took to 0 it may
-        bring back."""
-        return self.current == 0 and self.desired != 0
+        """Whether it has no replica because somebody else wants it so."""
+        return self.current == 0 and not self.may_return
 
 
 class Direction(StrEnum):
