@@ -58,8 +58,8 @@ def sleep(
 
 
 def _awake(target: Target, variant: VariantState) -> Target:
-    """A replica that was to go to sleep and is in use again, or not known to be idle any more, stays. (One that can be
-    spared because another variant suffices goes.)"""
+    """A replica that was to go to sleep and is in use again, or not known to be idle any more, stays. One that can
+    be spared because another variant suffices goes."""
     if target.replicas or not variant.current or target.explanation.cause is Cause.SPARE_CAPACITY:
         return target
     sentence = f"not idle any more before it slept: stays at {variant.current}"
