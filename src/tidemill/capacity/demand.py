@@ -73,8 +73,9 @@ class Level:
 
     @property
     def _deviation(self) -> float:
-        mean = self._mean
-        return math.sqrt(sum((value - mean) ** 2 for _, value in self.samples) / max(1, len(self.samples) - 1))
+        """By successive differences (von Neumann 1941), so that a climb does not pass for noise."""
+        steps = [later - earlier for (_, earlier), (_, later) in pairwise(self.samples)]
+        return math.sqrt(sum(step**2 for step in steps) / max(1, 2 * len(steps)))
 
     def _another(self, value: float) -> bool:
         mean, deviation = self._mean, self._deviation

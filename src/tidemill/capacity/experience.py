@@ -20,6 +20,7 @@ from tidemill.capacity.view import RoleView
 NAME = "experience"
 UNIT = "requests/s"
 RISING = 0.15  # growth of the rate between cycles from which on its window has not caught up with it
+FALLING = 0.99  # share of the demand of the cycle before below which what had piled up is being worked off
 SHIFT = 0.25  # of mean tokens in or out: requests have become others
 RELAX = 1.0001  # a cycle: what was learned long ago may be tried again some day
 # It never asks for more: any demand is within a share of 10^6.
@@ -32,6 +33,7 @@ class Experience:
 
     too_much: dict[str, float] = field(default_factory=dict)
     _last_rate: float | None = None
+    _last: dict[str, tuple[Decimal, Decimal]] = field(default_factory=dict)  # supply and demand by analyzer
     _shape: tuple[float, float] | None = None
 
     def observe(self, view: RoleView, votes: Sequence[CapacityReport]) -> None:
@@ -45,8 +47,13 @@ class Experience:
                 self.too_much.clear()
                 self._shape = size
         rate, before = request_rate(view), self._last_rate
-        self._last_rate = rate
-        short = [vote for vote in votes if vote.demand > vote.supply * vote.thresholds.up]
+        last = self._last
+        self._last_rate, self._last = rate, {vote.analyzer: (vote.supply, vote.demand) for vote in votes}
+        short = [
+            vote
+            for vote in votes
+            if vote.demand > vote.supply * vote.thresholds.up and _persists(vote, last.get(vote.analyzer))
+        ]
         # While requests become more, what is finished says less than what comes; a rate that falls or stays while
         # replicas are short is what they can do.
         if not short or not rate or before is None or rate > (1 + RISING) * before:
@@ -89,6 +96,15 @@ class Experience:
             thresholds=_THRESHOLDS,
             numbers={f"tooMuchPerReplica/{name}": f"{value:.3f}" for name, value in sorted(self.too_much.items())},
         )
+
+
+def _persists(vote: CapacityReport, last: tuple[Decimal, Decimal] | None) -> bool:
+    """Whether a shortage is that of the replicas there are: they were as many in the cycle before, and the demand
+    does not fall. What piled up before they came is worked off by them, and says nothing of their rate."""
+    if last is None:
+        return False
+    supply, demand = last
+    return vote.supply <= supply and float(vote.demand) >= FALLING * float(demand)
 
 
 def request_rate(view: RoleView) -> float | None:

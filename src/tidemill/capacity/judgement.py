@@ -32,18 +32,20 @@ class Judge:
     def need(self, view: RoleView, settings: SaturationSettings, *, now: float, lead: float) -> Need:
         """What the role asks for at `now` (seconds); a replica takes `lead` seconds to start."""
         votes: list[CapacityReport] = []
+        now_said: list[CapacityReport] = []  # the same as they were said
         silent: list[NoReport] = []
         for name, (up, down) in sorted(settings.voting().items()):
             found = self._analyzers[name].report(replace(view, thresholds=Thresholds(up=up, down=down)))
             slot = (view.model, view.role, name)
             if isinstance(found, CapacityReport):
                 self._silent.pop(slot, None)
+                now_said.append(found)
                 votes.append(self._steadied(slot, found, view, now, lead))
                 continue
             cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
             silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
         experience = self._experiences.setdefault((view.model, view.role), Experience())
-        experience.observe(view, votes)
+        experience.observe(view, now_said)
         if votes and (vote := experience.vote(view, votes)) is not None:
             votes.append(self._steadied((view.model, view.role, vote.analyzer), vote, view, now, 0.0))
         return Need(

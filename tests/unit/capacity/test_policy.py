@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -64,6 +65,15 @@ class TestStep:
         ready = [target for now, target in lab.history if now <= 600 + 180 - lab.startup]
         assert ready[-1] * lab.capacity > 1.6 * lab.capacity
         assert lab.history[-1][1] <= 1.6 / 0.7 * (4 if chosen.has_latency_target else 1.5)
+
+    @pytest.mark.parametrize("interval", [60.0, 5.0])
+    def test_what_piled_up_does_not_keep_replicas_for_ever(self, interval: float) -> None:
+        lab = Lab(rate=lambda now: 0.0, settings=settings(ttft_target=0.5), replicas=1, interval=interval)
+        low = 0.45 * lab.capacity
+        lab.rate = lambda now: low if now <= 600 else 4 * low
+        lab.run(1800)
+        assert max(target for _, target in lab.history) >= 3
+        assert lab.history[-1][1] <= 4
 
     def test_and_given_back(self) -> None:
         lab = Lab(rate=lambda now: 0.0, settings=settings(), replicas=1)
@@ -138,6 +148,13 @@ class TestExperience:
         # 4 requests/s need more than two replicas: with three each has 1.33, which is well below 2.
         assert vote.spare // vote.per_replica["a"] == 3
         assert vote.required == 0
+
+    def test_what_is_being_worked_off_teaches_nothing(self) -> None:
+        experience = Experience()
+        for demand in (400_000, 300_000, 250_000, 200_000):
+            seen = view(1.0, rate=4.0, replicas=2)
+            experience.observe(seen, [replace(self.short(seen), demand=Decimal(demand))])
+        assert experience.vote(view(0.1, rate=4.0), []) is None
 
     def test_a_rate_that_moves_teaches_nothing(self) -> None:
         experience = Experience()
