@@ -129,6 +129,13 @@ def _is(variant: ValidVariant, other: ValidVariant | None) -> bool:
 def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
     """Engines of a pod are told apart by address, rank and engine label; several series of one engine (a
     base model and its adapters) show the same gauge and count once."""
+    if len(series) == 1:  # as it is for nearly every pod
+        (only,) = series
+        engine = _engine(series)
+        return PodSample(
+            pod=pod, engines=1, kv_usage=only.kv_usage, queue_length=only.queue_length, running=only.running,
+            models=frozenset((only.id.model,)) if only.id.model else frozenset(), by_engine=(engine,),
+        )  # fmt: skip
     engines: dict[tuple[str, str, str], list[SeriesSample]] = {}
     for sample in series:
         engines.setdefault((sample.id.pod, sample.id.instance, sample.id.engine), []).append(sample)
@@ -146,6 +153,12 @@ def _merge(pod: PodView, series: list[SeriesSample]) -> PodSample:
 
 def _engine(series: list[SeriesSample]) -> EngineSample:
     """Gauges are of the engine, whichever of its models shows them; counters are each model's own."""
+    if len(series) == 1:
+        (only,) = series
+        return EngineSample(
+            kv_usage=only.kv_usage, queue_length=only.queue_length, running=only.running, kv_tokens=only.kv_tokens,
+            rates=only.rates,
+        )  # fmt: skip
     rates: dict[Quantity, float] = {}
     for sample in series:
         for quantity, rate in sample.rates.items():

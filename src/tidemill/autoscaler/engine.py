@@ -140,8 +140,8 @@ class Engine:
         snapshot = await self._source.collect(
             self._retentions(ownership, tracked),
             deadline=COLLECT_DEADLINE,
-            in_depth=bool(self.waker.sleeping())
-            or self._planner.in_depth(members(self._world, ownership, pods, NOTHING_ATTRIBUTED), tracked),
+            in_depth=self._planner.in_depth(members(self._world, ownership, {}, NOTHING_ATTRIBUTED), tracked)
+            or bool(self.waker.sleeping()),
         )
         if self._world.changes != seen:
             # While the numbers came in the cluster changed; what is decided is decided on the present.

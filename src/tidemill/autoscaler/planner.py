@@ -68,6 +68,7 @@ class Planner:
         self._startup = StartupTimes()
         self._claims: dict[ObjectKey, ResourceClaimView] = {}
         self._taken_to_zero: set[str] = set()  # uids of variants
+        self._resolved: dict[tuple[str, str, str], SaturationSettings] = {}  # in this cycle
         self._shapes: dict[tuple[str, Role], RequestShape] = {}
 
     def dump(self) -> Json:
@@ -94,7 +95,8 @@ class Planner:
             log.warning("what was learned before is not understood", error=repr(error))
 
     def in_depth(self, groups: Mapping[Group, Sequence[Member]], tracked: frozenset[str]) -> bool:
-        """Whether any model is judged by more than percentages."""
+        """Whether any model is judged by more than percentages. Called first in each cycle."""
+        self._resolved.clear()
         return any(
             not self._settings(key, [member], tracked).by_percentage
             for key, group in groups.items()
@@ -183,10 +185,16 @@ class Planner:
     def _settings(self, key: Group, members: Sequence[Member], tracked: frozenset[str]) -> SaturationSettings:
         """Thresholds differ by accelerator; for mixed ones those of the cheapest variant hold."""
         namespace, model = key
-        lead = min(members, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
-        return self._configuration.saturation(
-            model=model, namespace=namespace, accelerator=lead.accelerator, tracked=namespace in tracked
-        )
+        lead = members[0]
+        if len(members) > 1:
+            lead = min(members, key=lambda m: (m.variant.spec.cost, m.variant.key.name))
+        slot = (namespace, model, lead.accelerator)
+        found = self._resolved.get(slot)
+        if found is None:
+            found = self._resolved[slot] = self._configuration.saturation(
+                model=model, namespace=namespace, accelerator=lead.accelerator, tracked=namespace in tracked
+            )
+        return found
 
     def _view(
         self, key: Group, role: Role, members: Sequence[Member], variants: tuple[VariantState, ...],

@@ -54,6 +54,8 @@ class Waker:
 
     def sleeping(self) -> dict[picker_queues.Group, list[Member]]:
         """Models of which a role has no replica, that may be woken."""
+        if all(target.replicas for target in self._world.deployments.store):
+            return {}
         groups = members(self._world, Ownership(self._world), {}, NOTHING_ATTRIBUTED)
         tracked = self._world.tracked_namespaces()
         return {
