@@ -219,6 +219,17 @@ class TestRoles:
         assert harness.desired("va-decode") == 3
         assert harness.desired("va-prefill") in (1, 2)
 
+    async def test_a_ratio_is_held_when_asked(self, fleet: Fleet, harness: Harness) -> None:
+        ratio = {"default": "analyzerName: saturation\nroleRatio: {prefill: 1, decode: 3}"}
+        await fleet.config_map(CONFIG, ratio)
+        for pod in [*(await self.pair(fleet))[0], "decode-0", "decode-1"]:
+            put(harness, pod, 0.6, 0, rates=means(1000, 200))
+        await harness.cycle()
+        assert (harness.desired("va-prefill"), harness.desired("va-decode")) == (2, 6)
+        found = await explanation(harness, "va-decode")
+        assert found["cause"] == "RoleRatio"
+        assert "4 of 4 more to hold the ratio decode 3 : prefill 1" in found["sentence"]
+
     @pytest.mark.parametrize("config", [{}, TOKENS], ids=["percentages", "tokens"])
     async def test_w3_a_pending_decode_pod_does_not_block_prefill(
         self, fleet: Fleet, harness: Harness, config: dict[str, str]
@@ -444,6 +455,19 @@ class TestFromZero:
             assert time.monotonic() - begun < 2  # a generous bound of one second on a busy machine
             await harness.cycle()
             assert harness.desired("va-a") == 1
+
+    @pytest.mark.parametrize(("requests", "left"), [(3.0, 1), (0.0, 0)], ids=["prefill used", "both unused"])
+    async def test_a26_roles_sleep_together(
+        self, fleet: Fleet, harness: Harness, requests: float, left: int
+    ) -> None:
+        await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
+        for role in ("prefill", "decode"):
+            (pod,) = await fleet.deployment(f"dep-{role}", 1, labels={"llm-d.ai/role": role})
+            await fleet.variant(f"va-{role}", f"dep-{role}")
+            harness.source.put(pod, 0.0, 0, running=0.0)
+        harness.source.requests = {(NAMESPACE, MODEL): requests}
+        await harness.cycle()
+        assert (harness.desired("va-prefill"), harness.desired("va-decode")) == (left, left)
 
     async def test_a26_roles_wake_together(self, fleet: Fleet, harness: Harness) -> None:
         await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})

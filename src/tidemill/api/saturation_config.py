@@ -40,6 +40,11 @@ Threshold = Annotated[Decimal, BeforeValidator(_decimal), Field(gt=0, le=1, allo
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+RoleRatio = Annotated[
+    tuple[tuple[Literal["prefill", "decode", "encode"], Count], ...],
+    BeforeValidator(lambda value: tuple(value.items()) if isinstance(value, dict) else value),
+    Field(min_length=2),
+]
 
 
 class AnalyzerEntry(BaseModel):
@@ -77,6 +82,7 @@ class SaturationSettings:
     ttft_target: float | None = None
     itl_target: float | None = None
     target_percentile: float = 0.0
+    role_ratio: tuple[tuple[str, int], ...] | None = None  # replicas by role
     scale_up_step: int | None = None
     scale_down_step: int | None = None
     scale_up_window: float = 0.0
@@ -138,6 +144,7 @@ class SaturationLayer(BaseModel):
     ttft_target: Milliseconds | None = None
     itl_target: Milliseconds | None = None
     target_percentile: Annotated[float, Field(ge=0, lt=100, allow_inf_nan=False)] | None = None
+    role_ratio: RoleRatio | None = None
     scale_up_step: Count | None = None
     scale_down_step: Count | None = None
     scale_up_window: Seconds | None = None

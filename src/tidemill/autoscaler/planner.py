@@ -24,7 +24,7 @@ from tidemill.autoscaler.startup import StartupTimes
 from tidemill.autoscaler.verdicts import metrics_verdict
 from tidemill.autoscaler.views import ResourceClaimView
 from tidemill.autoscaler.world import World
-from tidemill.capacity import allocation, exact, saturation, targets, zero
+from tidemill.capacity import allocation, exact, ratio, saturation, targets, zero
 from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
@@ -125,6 +125,9 @@ class Planner:
             allocated = allocation.allocate(needs, free)
         else:
             allocated = exact.allocate(needs, free, time_limit=fleet.time_limit)
+        for model in models:
+            if model.needs and (asked := self._settings(model.key, model.members, tracked).role_ratio):
+                allocated = ratio.held(allocated, model.needs, dict(asked), free)
         planned: list[Planned] = []
         for model in models:
             decided = [*steps[model.key]]

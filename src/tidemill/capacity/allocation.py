@@ -23,10 +23,12 @@ VariantKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Replicas by variant. `short` says by model and role how a need was cut, `how` which optimizer it was."""
+    """Replicas by variant. `short` says by model and role how a need was cut, `notes` what else was done to
+    it, `how` which optimizer it was."""
 
     replicas: Mapping[VariantKey, int]
     short: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    notes: Mapping[tuple[str, str], str] = field(default_factory=dict)
     how: str = "greedy"
 
 

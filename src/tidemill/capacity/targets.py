@@ -39,10 +39,13 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
     if binding is None:
         return hold(need.variants, Cause.NO_NUMBERS, sentence(need))
     why, found = sentence(need), numbers(need)
-    cut = allocation.short.get((need.model, need.role.value), "")
+    place = (need.model, need.role.value)
+    cut, note = allocation.short.get(place, ""), allocation.notes.get(place, "")
     moved = {v.name: allocation.replicas[need.model, v.name] - v.current for v in need.variants}
     steps = ", ".join(f"{change:+d} {name}" for name, change in sorted(moved.items()) if change)
-    if need.growing:
+    if note and not need.growing and any(change > 0 for change in moved.values()):
+        cause = Cause.ROLE_RATIO
+    elif need.growing:
         cause = Cause.DEMAND if steps else Cause.ACCELERATORS_SHORT if cut else Cause.NO_CANDIDATE
     elif need.may_shrink:
         cause = Cause.SPARE_CAPACITY if steps else Cause.STEADY
@@ -53,6 +56,8 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
     text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
     if need.growing and not steps and not cut:
         text += f", since no variant can grow: {'; '.join(need.why_not_grow(v) for v in need.variants)}"
+    if note:
+        text += f"; {note}"
     warnings: dict[Notice, str] = {}
     if cut:
         warnings[Notice.ACCELERATORS] = f"accelerators are short: {cut}"

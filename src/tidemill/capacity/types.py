@@ -85,6 +85,7 @@ class Cause(StrEnum):
     BELOW_MINIMUM = "BelowMinimum"
     ABOVE_MAXIMUM = "AboveMaximum"
     DEMAND = "DemandAboveCapacity"
+    ROLE_RATIO = "RoleRatio"
     ANALYZERS_DISAGREE = "AnalyzersDisagree"
     ACCELERATORS_SHORT = "AcceleratorsShort"
 
