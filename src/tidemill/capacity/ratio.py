@@ -30,9 +30,8 @@ def held(found: Allocation, needs: Sequence[Need], ratio: Mapping[str, int], inv
         wanted = -(-scale.numerator * ratio[need.role.value] // scale.denominator)
         raised = 0
         for variant in sorted(need.variants, key=lambda v: (v.cost, v.name)):
-            while totals[need.role] + raised < wanted and _may_hold_more(
-                variant, replicas[need.model, variant.name]
-            ):
+            key = (need.model, variant.name)
+            while totals[need.role] + raised < wanted and _may_hold_more(variant, replicas[key]):
                 after = left.take(variant)
                 if after is None:
                     break
