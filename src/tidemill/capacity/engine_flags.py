@@ -18,7 +18,7 @@ _CHUNKED_V0 = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """Defaults are vLLM's."""
+    """Defaults are vLLM's. What is not read one by one still tells whether two variants are made alike."""
 
     gpu_memory_utilization: str = "0.9"
     block_size: int = 16
