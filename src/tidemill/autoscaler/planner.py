@@ -79,12 +79,18 @@ class Planner:
             [*slot, *(None if v is None else str(v) for v in (s.input_tokens, s.output_tokens, s.hit_rate))]
             for slot, s in self._shapes.items()
         ]
-        return {"judge": self._judge.dump(), "shapes": shapes, "zero": sorted(self._taken_to_zero)}
+        return {
+            "judge": self._judge.dump(),
+            "shapes": shapes,
+            "zero": sorted(self._taken_to_zero),
+            "startup": self._startup.dump(),
+        }
 
     def load(self, state: Json) -> None:
         """Go on from what a predecessor learned. What cannot be read is left out, and said."""
         try:
             self._taken_to_zero.update(str(uid) for uid in state["zero"])
+            self._startup.load(state["startup"])
             self._judge.load(state["judge"])
             for model, role, *means in state["shapes"]:
                 size_in, size_out, hits = (None if mean is None else Decimal(mean) for mean in means)
