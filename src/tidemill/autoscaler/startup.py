@@ -1,8 +1,8 @@
 """How long replicas take from their creation to Ready, as seen: by kind of start, as far as that can be told.
 
 A node that has run a target before has its image and, with a cache on the node, its weights: the next start there
-is warm. The first one on a node is cold. Which one the next replica will get is told by whether more nodes have run
-the target than it has replicas now.
+is warm. The first one on a node is cold. Which one the next replica will get is told by whether more nodes have
+run the target than it has replicas now.
 """
 
 from __future__ import annotations
