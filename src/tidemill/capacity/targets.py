@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tidemill.capacity import needs
 from tidemill.capacity.allocation import Allocation, offer
 from tidemill.capacity.inventory import Inventory
-from tidemill.capacity.needs import Need, numbers, sentence
+from tidemill.capacity.needs import Need
 from tidemill.capacity.saturation import ANALYZER, SaturationReport, show
 from tidemill.capacity.types import Cause, Direction, Explanation, Notice, Target, VariantState
 
@@ -37,8 +38,8 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
     says why accelerators, which should limit growth, could not."""
     binding = need.binding
     if binding is None:
-        return hold(need.variants, Cause.NO_NUMBERS, sentence(need))
-    why, found = sentence(need), numbers(need)
+        return hold(need.variants, Cause.NO_NUMBERS, needs.sentence(need))
+    why, found = needs.sentence(need), needs.numbers(need)
     place = (need.model, need.role.value)
     cut, note = allocation.short.get(place, ""), allocation.notes.get(place, "")
     moved = {v.name: allocation.replicas[need.model, v.name] - v.current for v in need.variants}
