@@ -19,7 +19,8 @@ from tidemill.capacity.view import RoleView
 
 NAME = "experience"
 UNIT = "requests/s"
-RISING = 0.15  # growth of the rate between cycles from which on its window has not caught up with it
+RISING = 0.15  # growth of the rate within SETTLE from which on its window has not caught up with it
+SETTLE = 60.0  # seconds
 FALLING = 0.99  # share of the demand of the cycle before below which what had piled up is being worked off
 SHIFT = 0.25  # of mean tokens in or out: requests have become others
 RELAX = 1.0001  # a cycle: what was learned long ago may be tried again some day
@@ -32,12 +33,12 @@ class Experience:
     """Of one role of one model: by variant, the lowest rate per replica (requests/s) that was too much."""
 
     too_much: dict[str, float] = field(default_factory=dict)
-    _last_rate: float | None = None
+    _rates: list[tuple[float, float]] = field(default_factory=list)  # time, rate; of the last SETTLE seconds
     _last: dict[str, tuple[Decimal, Decimal]] = field(default_factory=dict)  # supply and demand by analyzer
     _shape: tuple[float, float] | None = None
 
-    def observe(self, view: RoleView, votes: Sequence[CapacityReport]) -> None:
-        """Take one cycle into account; `votes` are what the analyzers say now."""
+    def observe(self, view: RoleView, votes: Sequence[CapacityReport], now: float) -> None:
+        """Take one cycle into account; `votes` are what the analyzers say at `now` (seconds)."""
         for variant in self.too_much:
             self.too_much[variant] *= RELAX
         shape = view.shape
@@ -46,9 +47,16 @@ class Experience:
             if self._shape is None or _differs(size, self._shape):
                 self.too_much.clear()
                 self._shape = size
-        rate, before = request_rate(view), self._last_rate
+        rate = request_rate(view)
+        # The latest that is at least SETTLE old, and all since: the first one is what to compare with.
+        while len(self._rates) > 1 and self._rates[1][0] <= now - SETTLE:
+            del self._rates[0]
+        settled = bool(self._rates) and self._rates[0][0] <= now - SETTLE
+        before = min((known for _, known in self._rates), default=0.0)
+        if rate is not None:
+            self._rates.append((now, rate))
         last = self._last
-        self._last_rate, self._last = rate, {vote.analyzer: (vote.supply, vote.demand) for vote in votes}
+        self._last = {vote.analyzer: (vote.supply, vote.demand) for vote in votes}
         short = [
             vote
             for vote in votes
@@ -56,7 +64,7 @@ class Experience:
         ]
         # While requests become more, what is finished says less than what comes; a rate that falls or stays while
         # replicas are short is what they can do.
-        if not short or not rate or before is None or rate > (1 + RISING) * before:
+        if not short or not rate or not settled or rate > (1 + RISING) * before:
             return
         for vote in short:
             if not vote.supply:
@@ -66,12 +74,11 @@ class Experience:
                 self.too_much[variant] = min(share, self.too_much.get(variant, share))
 
     def dump(self) -> list[Any]:
-        return [{name: round(rate, 6) for name, rate in self.too_much.items()}, self._last_rate, self._shape]
+        return [{name: round(rate, 6) for name, rate in self.too_much.items()}, self._shape]
 
     def load(self, state: list[Any]) -> None:
-        too_much, last_rate, shape = state
+        too_much, shape = state
         self.too_much = {str(name): float(rate) for name, rate in too_much.items()}
-        self._last_rate = None if last_rate is None else float(last_rate)
         self._shape = None if shape is None else (float(shape[0]), float(shape[1]))
 
     def vote(self, view: RoleView, others: Sequence[CapacityReport]) -> CapacityReport | None:

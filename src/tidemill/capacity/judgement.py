@@ -45,7 +45,7 @@ class Judge:
             cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
             silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
         experience = self._experiences.setdefault((view.model, view.role), Experience())
-        experience.observe(view, now_said)
+        experience.observe(view, now_said, now)
         if votes and (vote := experience.vote(view, votes)) is not None:
             votes.append(self._steadied((view.model, view.role, vote.analyzer), vote, view, now, 0.0))
         return Need(

@@ -139,9 +139,9 @@ class TestExperience:
 
     def test_a_rate_that_was_too_much_is_not_gone_back_to(self) -> None:
         experience = Experience()
-        for _ in range(2):
+        for i in range(2):
             seen = view(1.0, rate=4.0, replicas=2)
-            experience.observe(seen, [self.short(seen)])
+            experience.observe(seen, [self.short(seen)], 60.0 * i)
         vote = experience.vote(view(0.1, rate=4.0, replicas=6), [])
         assert vote is not None
         assert float(vote.per_replica["a"]) == pytest.approx(2.0, rel=0.01)
@@ -151,29 +151,31 @@ class TestExperience:
 
     def test_what_is_being_worked_off_teaches_nothing(self) -> None:
         experience = Experience()
-        for demand in (400_000, 300_000, 250_000, 200_000):
+        for i, demand in enumerate((400_000, 300_000, 250_000, 200_000)):
             seen = view(1.0, rate=4.0, replicas=2)
-            experience.observe(seen, [replace(self.short(seen), demand=Decimal(demand))])
+            experience.observe(seen, [replace(self.short(seen), demand=Decimal(demand))], 60.0 * i)
         assert experience.vote(view(0.1, rate=4.0), []) is None
 
-    def test_a_rate_that_moves_teaches_nothing(self) -> None:
+    @pytest.mark.parametrize("interval", [60.0, 5.0])
+    def test_a_rate_that_climbs_teaches_nothing(self, interval: float) -> None:
+        """It is a mean over a window, which has not caught up with what comes."""
         experience = Experience()
-        for rate in (1.0, 4.0):
-            seen = view(1.0, rate=rate)
-            experience.observe(seen, [self.short(seen)])
+        for i in range(int(240 / interval)):
+            seen = view(1.0, rate=1.0 * 1.004 ** (i * interval))
+            experience.observe(seen, [self.short(seen)], interval * i)
         assert experience.vote(view(0.1), []) is None
 
     def test_requests_of_another_shape_begin_anew(self) -> None:
         experience = Experience()
-        for _ in range(2):
+        for i in range(2):
             seen = view(1.0, rate=4.0)
-            experience.observe(seen, [self.short(seen)])
+            experience.observe(seen, [self.short(seen)], 60.0 * i)
         other = view(0.1, rate=4.0)
         changed = RoleView(
             model=other.model, role=other.role, variants=other.variants, engines=other.engines,
             shape=RequestShape(input_tokens=Decimal(4000), output_tokens=Decimal(200)),
         )  # fmt: skip
-        experience.observe(changed, [])
+        experience.observe(changed, [], 120.0)
         assert experience.vote(changed, []) is None
 
 
