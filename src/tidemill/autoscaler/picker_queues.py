@@ -7,7 +7,6 @@ targets its selector takes. What nothing tells apart is counted once, and said.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
 
 from tidemill.api.inference import InferencePool
 from tidemill.autoscaler.members import Member, exactly
@@ -39,7 +38,7 @@ def assign(
             )
         before = found.get(theirs[0], UpstreamQueue())
         found[theirs[0]] = UpstreamQueue(
-            before.requests + exactly(queue.requests), before.bytes + Decimal(exactly(queue.bytes))
+            before.requests + exactly(queue.requests), before.bytes + exactly(queue.bytes)
         )
     return found, remarks
 

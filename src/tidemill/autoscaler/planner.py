@@ -20,6 +20,7 @@ from tidemill.autoscaler.accelerators import claimed, inventory, placement
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import DecisionStore, Verdict
 from tidemill.autoscaler.members import Member, engine_loads, replica_load, reporting, request_shape
+from tidemill.autoscaler.picker_queues import Group
 from tidemill.autoscaler.startup import StartupTimes
 from tidemill.autoscaler.verdicts import metrics_verdict
 from tidemill.autoscaler.views import ResourceClaimView
@@ -37,9 +38,6 @@ from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Snapshot
 
 log = structlog.get_logger(__name__)
-
-Group = tuple[str, str]
-"""Namespace and model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from tidemill.capacity import allocation
 from tidemill.capacity.allocation import Allocation, VariantKey
 from tidemill.capacity.inventory import Inventory, places
 from tidemill.capacity.needs import Need, ordered
+from tidemill.capacity.report import replicas_for
 from tidemill.capacity.types import VariantState
 
 CHANGE_CHARGE = Decimal("0.01")  # of the cost of one replica: breaks ties in favour of fewer changes
@@ -122,7 +123,7 @@ def _growing(program: _Program, need: Need, dearest: float) -> list[tuple[int, _
         if not need.may_grow(variant):
             continue
         # More than what covers everything alone is never of use.
-        most = float(allocation.replicas_for(need.missing(variant.name), Decimal(1)))
+        most = float(replicas_for(need.missing(variant.name), Decimal(1)))
         if variant.max_replicas is not None:
             most = min(most, float(variant.max_replicas - variant.current))
         cost = float(variant.cost * (1 + CHANGE_CHARGE))

@@ -115,10 +115,8 @@ def _persists(vote: CapacityReport, last: tuple[Decimal, Decimal] | None) -> boo
 
 
 def request_rate(view: RoleView) -> float | None:
-    """Requests per second that all engines finish; None unless each says so."""
-    rates = [engine.request_rate for engine in view.engines]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if rates and len(known) == len(rates) else None
+    """Requests per second that all engines finish; None unless each says so, and where there are none."""
+    return view.request_rate if view.engines else None
 
 
 def _differs(new: tuple[float, float], old: tuple[float, float]) -> bool:

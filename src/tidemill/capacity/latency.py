@@ -135,12 +135,8 @@ def _observation(engine: EngineLoad, view: RoleView) -> Observation | None:
 
 def _demand(view: RoleView) -> Decimal | None:
     """Requests per second that finish, and what waits spread over the time in which it is to be worked off."""
-    rates = [engine.request_rate for engine in view.engines]
-    known = [rate for rate in rates if rate is not None]
-    if len(known) < len(rates):
-        return None
-    waiting = sum((engine.queue_length for engine in view.engines), ZERO) + view.upstream.requests
-    return _rounded(sum(known)) + waiting / Decimal(int(DRAIN))
+    rate = view.request_rate
+    return None if rate is None else _rounded(rate) + view.waiting / Decimal(int(DRAIN))
 
 
 def _impossible(variant: str, model: ReplicaModel, target: LatencyTarget) -> str:

@@ -17,7 +17,7 @@ from tidemill.api.saturation_config import THROUGHPUT
 from tidemill.capacity.report import CapacityReport, Json, NoReport
 from tidemill.capacity.saturation import show
 from tidemill.capacity.types import Role
-from tidemill.capacity.view import ZERO, EngineLoad, RequestShape, RoleView
+from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
 
 UNIT = "output tokens/s"
 REACH = 0.85
@@ -138,15 +138,13 @@ class ThroughputAnalyzer:
             for v in view.variants
             if (view.model, v.name) in self._capacities
         }
-        rates = [engine.output_rate for engine in view.engines]
-        known = [rate for rate in rates if rate is not None]
+        generated = view.output_rate
         if not capacities or not steps:
             return NoReport(self.name, "no step times at a telling KV usage were seen yet", holds=False)
-        if len(known) < len(rates):
+        if generated is None:
             return NoReport(self.name, "the rate of tokens is not known for every engine", holds=False)
-        waiting = sum((e.queue_length for e in view.engines), ZERO) + view.upstream.requests
         # A request that waits will ask for a token each two steps: it reads its prompt meanwhile.
-        queued = float(waiting) / (2 * max(steps))
+        queued = float(view.waiting) / (2 * max(steps))
         supply, anticipated = view.supply(capacities)
         return CapacityReport(
             analyzer=self.name,
@@ -154,11 +152,11 @@ class ThroughputAnalyzer:
             per_replica=capacities,
             supply=supply,
             anticipated=anticipated,
-            demand=Decimal(repr(round(sum(known) + queued, 3))),
+            demand=Decimal(repr(round(generated + queued, 3))),
             thresholds=view.thresholds,
             numbers={
-                "outputTokensPerSecond": f"{sum(known):.1f}",
-                "waiting": show(waiting),
+                "outputTokensPerSecond": f"{generated:.1f}",
+                "waiting": show(view.waiting),
                 **{f"capacityPerReplica/{name}": show(c) for name, c in sorted(capacities.items())},
             },
         )

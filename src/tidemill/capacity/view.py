@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
@@ -75,9 +75,29 @@ class RoleView:
     queue_length_threshold: Decimal = Decimal(5)
     target: LatencyTarget | None = None
 
+    @property
+    def request_rate(self) -> float | None:
+        """Requests per second that the engines finish together; None unless each one says so."""
+        return _total([engine.request_rate for engine in self.engines])
+
+    @property
+    def output_rate(self) -> float | None:
+        """Tokens per second that the engines generate together; None unless each one says so."""
+        return _total([engine.output_rate for engine in self.engines])
+
+    @property
+    def waiting(self) -> Decimal:
+        """Requests that wait, in the engines' queues and before them."""
+        return sum((engine.queue_length for engine in self.engines), ZERO) + self.upstream.requests
+
     def supply(self, per_replica: Mapping[str, Decimal]) -> tuple[Decimal, Decimal]:
         """Capacity of the ready replicas, and with those that are pending (and may still come)."""
         known = [v for v in self.variants if v.name in per_replica]
         ready = sum((v.ready * per_replica[v.name] for v in known), ZERO)
         pending = sum((v.pending * per_replica[v.name] for v in known if not v.stalled), ZERO)
         return ready, ready + pending
+
+
+def _total(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if len(known) == len(rates) else None
