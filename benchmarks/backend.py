@@ -14,13 +14,13 @@ import uvloop
 ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":11,"completion_tokens":7}}'
 
 
-def exposition(lines: int = 500) -> bytes:
+def exposition(running: int = 3, lines: int = 500) -> bytes:
     """A text like vLLM's: the gauges near the top, histograms after them."""
     labels = '{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"}'
     text = ["# HELP vllm:num_requests_running Requests in the batch.", "# TYPE vllm:num_requests_running gauge",
-            f"vllm:num_requests_running{labels} 3.0", "# TYPE vllm:num_requests_waiting gauge",
-            f"vllm:num_requests_waiting{labels} 1.0", "# TYPE vllm:kv_cache_usage_perc gauge",
-            f"vllm:kv_cache_usage_perc{labels} 0.3",
+            f"vllm:num_requests_running{labels} {running}.0", "# TYPE vllm:num_requests_waiting gauge",
+            f"vllm:num_requests_waiting{labels} {running // 3}.0", "# TYPE vllm:kv_cache_usage_perc gauge",
+            f"vllm:kv_cache_usage_perc{labels} {running / 50}",
             'vllm:cache_config_info{block_size="16",num_gpu_blocks="20000",engine="0"} 1.0']  # fmt: skip
     for number in range(lines - len(text)):
         family, bucket = divmod(number, 24)
@@ -38,7 +38,8 @@ def _response(body: bytes, content_type: str) -> bytes:
 
 
 COMPLETION = _response(ANSWER, "application/json")
-METRICS = _response(exposition(), "text/plain")
+# Its numbers are others at every scrape, as those of a busy server are.
+METRICS = [_response(exposition(running), "text/plain") for running in range(1, 32)]
 
 
 class _Protocol(asyncio.Protocol):
@@ -46,6 +47,7 @@ class _Protocol(asyncio.Protocol):
         self.transport = transport
         self.parser = httptools.HttpRequestParser(self)
         self.metrics = False
+        self.scrapes = 0
 
     def data_received(self, data: bytes) -> None:
         self.parser.feed_data(data)
@@ -54,7 +56,10 @@ class _Protocol(asyncio.Protocol):
         self.metrics = url == b"/metrics"
 
     def on_message_complete(self) -> None:
-        self.transport.write(METRICS if self.metrics else COMPLETION)  # type: ignore[attr-defined]
+        if self.metrics:
+            self.scrapes += 1
+        answer = METRICS[self.scrapes % len(METRICS)] if self.metrics else COMPLETION
+        self.transport.write(answer)  # type: ignore[attr-defined]
 
 
 async def main(port: int) -> None:

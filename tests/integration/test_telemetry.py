@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,10 +33,12 @@ class Exporter:
     asked: int = 0
     paths: set[str] = field(default_factory=set)
     connections: int = 0
+    accepted: int = 0
     failing: int = 0  # every so-manieth request is refused; 0 is none
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.accepted += 1
         try:
             while line := await reader.readline():
                 while (await reader.readline()).strip():
@@ -109,6 +112,8 @@ async def test_every_form_of_an_answer(way: str) -> None:
             await eventually(lambda: exporter.asked > 5)
             assert waiting(rig, address) == 2
             assert exporter.paths == {"/metrics"}
+            # One connection is kept for all questions, unless the server ends it.
+            assert exporter.accepted == (exporter.asked if way == "close" else 1)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +251,28 @@ def test_the_interval_grows_with_the_number_of_targets() -> None:
     assert budget.interval(0.05) == 0.05
     budget.targets = 1000
     assert budget.interval(0.05) == pytest.approx(0.4, rel=0.01)
+
+
+async def test_answers_that_came_together_let_other_work_in_between() -> None:
+    budget, loop, order = Budget(), asyncio.get_running_loop(), []
+
+    def read(number: int) -> None:
+        until = time.perf_counter() + 0.0003
+        while time.perf_counter() < until:
+            pass
+        order.append(number)
+        if number == 0:
+            loop.call_soon(order.append, "request")
+        if number == 2:
+            raise RuntimeError("a fault of ours")
+
+    reported: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    for number in range(5):
+        budget.when_free(lambda number=number: read(number))
+    await eventually(lambda: 4 in order)
+    assert order == [0, "request", 1, 2, 3, 4]  # and a fault ends its own reading only
+    assert len(reported) == 1
 
 
 def test_parameters_reach_the_scraper() -> None:

@@ -48,11 +48,11 @@ class Engine:
     kv_usage: tuple[Series, ...] = ()
     kv_tokens: Callable[[Samples], int | None] = field(default=lambda samples: None)
     optional: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(init=False)  # of everything that is looked for
 
-    @property
-    def names(self) -> frozenset[str]:
-        series = {s.name for s in (*self.waiting, *self.running, *self.kv_usage)}
-        return frozenset({*series, *self.optional, _STARTED})
+    def __post_init__(self) -> None:
+        series = (s.name for s in (*self.waiting, *self.running, *self.kv_usage))
+        object.__setattr__(self, "names", tuple(dict.fromkeys((*series, *self.optional, _STARTED))))
 
     @property
     def required(self) -> Mapping[str, tuple[Series, ...]]:
@@ -138,13 +138,15 @@ def engine_named(name: str) -> Engine | None:
 
 class Extractor:
     """Reads one endpoint's text again and again. It looks only at the lines that it wants, and first where they
-    were last time: a server's text has hundreds of lines, and its order does not change."""
+    were last time: a server's text has hundreds of lines, and its order does not change. Lines that say what they
+    said last time are not parsed again: most never change."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self._given = engine
         self.engine = engine
         self._places: dict[str, int] = {}
         self._absent: set[str] = set()
+        self._last: dict[str, tuple[bytes, list[Sample]]] = {}
         self._reads = 0
 
     def read(self, text: bytes) -> Reading | None:
@@ -170,9 +172,12 @@ class Extractor:
             if name in self._absent:
                 continue
             block = self._block(text, name)
-            samples = list(parse(block.decode("utf-8", "replace"), (name,))) if block else []
-            if samples:
-                found[name] = samples
+            last = self._last.get(name)
+            if last is None or last[0] != block:
+                samples = list(parse(block.decode("utf-8", "replace"), (name,)))
+                last = self._last[name] = block, samples
+            if last[1]:
+                found[name] = last[1]
             else:
                 self._absent.add(name)
         return found

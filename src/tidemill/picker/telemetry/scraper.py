@@ -11,6 +11,7 @@ import asyncio
 import random
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 _BODY_LIMIT = 16 * 2**20
 _SHARE = 0.5  # of one processor core, for all scrapes of a process
+_TURN = 0.0002  # seconds of reading answers, before the event loop may see to requests
+_RECEIVING = 0.00008  # seconds that asking and receiving cost beside the reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +53,41 @@ class ScrapeOptions:
 
 
 class Budget:
-    """What scrapes cost, so that the interval can grow with their number."""
+    """The processor time that all scrapes of a process have: the interval grows with their number and cost, and
+    answers that came together are read a few at a time, so that a request never waits for all of them."""
 
     def __init__(self, share: float = _SHARE) -> None:
         self._share = share
         self._cost = 0.0
+        self._unread: deque[Callable[[], None]] = deque()
         self.targets = 0
+
+    def interval(self, wanted: float) -> float:
+        return max(wanted, self.targets * self._cost / self._share)
+
+    def when_free(self, read: Callable[[], None]) -> None:
+        """Have an answer read soon, after whatever else the event loop has to do first."""
+        if not self._unread:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._unread.append(read)
 
     def spent(self, seconds: float) -> None:
         """One scrape took so much of the processor."""
         # Slow to rise, so that one scheduling hiccup does not slow all scrapes down.
         self._cost += (min(seconds, 0.01) - self._cost) * 0.01
 
-    def interval(self, wanted: float) -> float:
-        return max(wanted, self.targets * self._cost / self._share)
+    def _turn(self) -> None:
+        """Read what there is time for now."""
+        begun = now = time.perf_counter()
+        try:
+            while self._unread and now - begun < _TURN:
+                before = now
+                self._unread.popleft()()
+                now = time.perf_counter()
+                self.spent(now - before + _RECEIVING)
+        finally:
+            if self._unread:
+                asyncio.get_running_loop().call_soon(self._turn)
 
 
 class Scraper:
@@ -138,6 +162,7 @@ class _Answer:
     sized: bool = False  # its headers say how long it is
     begun: bool = False  # its headers are complete
     complete: bool = False
+    last: bool = True  # the connection ends with it
 
 
 class _Target(asyncio.Protocol):
@@ -246,7 +271,6 @@ class _Target(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
             return
-        begun = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -254,7 +278,6 @@ class _Target(asyncio.Protocol):
             return
         if self._answer.complete:
             self._done()
-            self._scraper.budget.spent(time.perf_counter() - begun + 0.00003)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -273,14 +296,16 @@ class _Target(asyncio.Protocol):
         self._answer.complete = True
         if self._parser is not None:
             self._answer.status = self._parser.get_status_code()
+            # Only here: afterwards the parser has forgotten it, and says False.
+            self._answer.last = not self._parser.should_keep_alive()
 
     def _done(self) -> None:
-        answer, parser = self._answer, self._parser
+        answer = self._answer
         self._asked = False
         self._parser = None
         if self._timer is not None:
             self._timer.cancel()
-        if parser is not None and not parser.should_keep_alive() and self._transport is not None:
+        if answer.last and self._transport is not None:
             self._transport.abort()
             self._transport = None
         if answer.status != 200:
@@ -289,8 +314,13 @@ class _Target(asyncio.Protocol):
         if answer.size > _BODY_LIMIT:
             self._fail(f"answer of {answer.size} bytes; at most {_BODY_LIMIT} are read")
             return
-        text = answer.chunks[0] if len(answer.chunks) == 1 else b"".join(answer.chunks)
-        reading = self._extractor.read(text)
+        self._scraper.budget.when_free(self._read)
+
+    def _read(self) -> None:
+        if self._stopped:
+            return
+        chunks = self._answer.chunks
+        reading = self._extractor.read(chunks[0] if len(chunks) == 1 else b"".join(chunks))
         if reading is None or not reading.has_numbers:
             self._fail("no metrics of a known engine in the answer")
             return
