@@ -5,10 +5,14 @@ What analyzers measure are stocks (tokens held, requests waiting), and stocks do
 replicas are added: a queue that cried for ten replicas is gone with three. The rate of requests stays the same. So
 each time a role is short, the rate per replica is remembered, and as a vote of its own it lets
 replicas go only where those left stay well below it. It never asks for more.
+
+Rates are means over a window, which still holds the time before the shortage when that begins: of one shortage
+the highest rate counts, of several the lowest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -36,6 +40,8 @@ class Experience:
     _rates: list[tuple[float, float]] = field(default_factory=list)  # time, rate; of the last SETTLE seconds
     _last: dict[str, tuple[Decimal, Decimal]] = field(default_factory=dict)  # supply and demand by analyzer
     _shape: tuple[float, float] | None = None
+    # By variant, of the shortage that goes on: what was known before it, and the highest rate in it.
+    _shortage: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def observe(self, view: RoleView, votes: Sequence[CapacityReport], now: float) -> None:
         """Take one cycle into account; `votes` are what the analyzers say at `now` (seconds)."""
@@ -46,6 +52,7 @@ class Experience:
             size = (float(shape.input_tokens), float(shape.output_tokens))
             if self._shape is None or _differs(size, self._shape):
                 self.too_much.clear()
+                self._shortage.clear()
                 self._shape = size
         rate = request_rate(view)
         # The latest that is at least SETTLE old, and all since: the first one is what to compare with.
@@ -62,16 +69,24 @@ class Experience:
             for vote in votes
             if vote.demand > vote.supply * vote.thresholds.up and _persists(vote, last.get(vote.analyzer))
         ]
+        if not short:
+            self._shortage.clear()
         # While requests become more, what is finished says less than what comes; a rate that falls or stays while
         # replicas are short is what they can do.
-        if not short or not rate or not settled or rate > (1 + RISING) * before:
-            return
+        begins = settled and rate is not None and rate <= (1 + RISING) * before
         for vote in short:
-            if not vote.supply:
+            if not vote.supply or not rate:
                 continue
             for variant, each in vote.per_replica.items():
                 share = rate * float(each / vote.supply)
-                self.too_much[variant] = min(share, self.too_much.get(variant, share))
+                if variant in self._shortage:
+                    known, most = self._shortage[variant]
+                elif begins:
+                    known, most = self.too_much.get(variant, math.inf), share
+                else:
+                    continue
+                self._shortage[variant] = known, max(most, share)
+                self.too_much[variant] = min(known, max(most, share))
 
     def dump(self) -> list[Any]:
         return [{name: round(rate, 6) for name, rate in self.too_much.items()}, self._shape]

@@ -8,9 +8,19 @@ solved for T:
     T = alpha / (1 - mu (I delta + (O - 1) (beta + gamma c))).
 A request that comes waits for the end of the step that is under way, then for its own prompt and those that came
 with it. mu(n) is the rate at which a request stays for n / mu(n) seconds in all; it is found by bisection. The
-stationary distribution of the chain weighs the states; arrivals see it as it is (PASTA), tokens see it by the
-number of sequences that produce them. Upstream's queueing model is the same chain over simpler step times
-(autoscaler documentation of WVA, "queueing model").
+stationary distribution of the chain says how many wait for room in the batch; arrivals see it as it is (PASTA).
+Upstream's queueing model is the same chain over simpler step times (autoscaler documentation of WVA, "queueing
+model").
+
+Steps of an open replica vary more than those of a closed one: what arrives in a long step makes the next one long
+too. Around the mean at arrival rate l that is a linear recursion from step to step, of the prompts read in a step
+(a in number, w in seconds) and the sequences n that decode in it, with f = O - 1 and d = I delta:
+    n' = n (1 - 1/f) + a,    T = alpha + n (beta + gamma c) + w,    a' ~ Poisson(l T),    w' the sum of a' prompts.
+Its stationary covariance solves the discrete Lyapunov equation S = A S A' + Q (the linear noise approximation: van
+Kampen, Stochastic Processes in Physics and Chemistry, ch. X). Tokens see steps by the sequences in them,
+    ITL = T + cov(n, T) / n,
+arrivals by their length: TTFT = what is left of one step, then a step with all prompts that came in the first one
+(a queue with gated vacations; Takagi, Queueing Analysis 1, ch. 2).
 
 Memory bounds the batch: n sequences fit when their mean context, plus two standard deviations of the sum, does.
 """
@@ -87,6 +97,18 @@ class Performance:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """At one rate of arrivals, in seconds: the mean step and its variance, the mean step that tokens see, and mean
+    and variance of the time to the first token where a step is under way and there is room in the batch."""
+
+    mean: float
+    variance: float
+    itl: float
+    ttft: float
+    ttft_variance: float
+
+
 class ReplicaModel:
     """One replica with a cache of `kv_tokens` and at most `max_sequences` at a time, under one workload."""
 
@@ -112,11 +134,11 @@ class ReplicaModel:
         high = 1 / (times.per_prompt_token * size_in * others + self._per_decode * (size_out - 1) + 1e-9)
         for _ in range(_ROUNDS):
             rate = (low + high) / 2
-            step, first, _, _ = self._durations(rate, others)
+            step, first = self._durations(rate, others)
             below = rate * (first + (size_out - 1) * step) < n
             low, high = np.where(below, rate, low), np.where(below, high, rate)
         self._rates: Array = low
-        self._step, self._first, self._step_variance, self._first_variance = self._durations(low, others)
+        self._longest_step = float(self._durations(low, others)[0][-1])
 
     @property
     def max_rate(self) -> float:
@@ -127,25 +149,26 @@ class ReplicaModel:
         """Under Poisson arrivals at `rate` per second, below or above `max_rate`."""
         count = np.arange(0, self.batch * (1 + QUEUE_FACTOR) + 1)
         weight = self._distribution(rate, count)
-        in_batch = np.minimum(count, self.batch)
-        index = np.maximum(in_batch, 1) - 1
-        by_tokens = weight * in_batch
-        by_tokens /= by_tokens.sum()
-        itl = float(by_tokens @ self._step[index])
-        itl_variance = float(by_tokens @ (self._step_variance[index] + self._step[index] ** 2)) - itl**2
+        steps = self._steps(rate)
         # An arrival that finds the batch full waits until as many have left as stand before it.
-        ahead = np.maximum(count - self.batch + 1, 0) / self._rates[-1]
-        seen = np.minimum(count + 1, self.batch) - 1
-        first = ahead + self._first[seen]
-        ttft = float(weight @ first)
-        ttft_variance = float(weight @ (self._first_variance[seen] + ahead / self._rates[-1] + first**2)) - ttft**2
+        ahead = np.maximum(count - self.batch + 1, 0) / self.max_rate
+        wait = float(weight @ ahead)
+        wait_variance = float(weight @ (ahead / self.max_rate + ahead**2)) - wait**2
+        # One that finds nobody reads its prompt at once.
+        idle = float(weight[0])
+        alone = self._times.base + self._prompt
+        alone_variance = self._prompt**2 * self._workload.variability
+        first = idle * alone + (1 - idle) * steps.ttft
+        first_variance = (
+            idle * (alone_variance + alone**2) + (1 - idle) * (steps.ttft_variance + steps.ttft**2) - first**2
+        )
         return Performance(
             rate=rate,
             utilisation=rate / self.max_rate,
-            ttft=ttft,
-            ttft_deviation=math.sqrt(max(0.0, ttft_variance)),
-            itl=itl,
-            itl_deviation=math.sqrt(max(0.0, itl_variance)),
+            ttft=wait + first,
+            ttft_deviation=math.sqrt(max(0.0, wait_variance + first_variance)),
+            itl=steps.itl,
+            itl_deviation=math.sqrt(steps.variance),
             inside=float(weight @ count),
         )
 
@@ -170,19 +193,68 @@ class ReplicaModel:
     def _per_decode(self) -> float:
         return self._times.per_sequence + self._times.per_context_token * self._context
 
-    def _durations(self, rate: Array, others: Array) -> tuple[Array, Array, Array, Array]:
-        """Means of a step and of the time to the first token in each state, and the variances of both."""
-        times, workload = self._times, self._workload
-        further = max(0.0, workload.output_tokens - 1)
-        prompt = times.per_prompt_token * workload.input_tokens
-        step = times.base / np.maximum(1 - rate * prompt * others - self._per_decode * rate * further, 1e-9)
-        plain = times.base + self._per_decode * rate * further * step  # a step that reads no prompt
-        variance = rate * others * step * prompt**2 * (1 + workload.variability)
+    @property
+    def _prompt(self) -> float:
+        """Seconds that reading a prompt of mean length takes."""
+        return self._times.per_prompt_token * self._workload.input_tokens
+
+    def _durations(self, rate: Array, others: Array) -> tuple[Array, Array]:
+        """Means of a step and of the time to the first token in each state."""
+        further = max(0.0, self._workload.output_tokens - 1)
+        step = self._times.base / np.maximum(
+            1 - rate * self._prompt * others - self._per_decode * rate * further, 1e-9
+        )
+        plain = self._times.base + self._per_decode * rate * further * step  # a step that reads no prompt
+        variance = rate * others * step * self._prompt**2 * (1 + self._workload.variability)
         # What is left of the step that an arrival finds under way; long steps are found more often.
         residual = np.where(others > 0, (step + variance / step) / 2, 0.0)
-        first = residual + plain + prompt + prompt * rate * others * 2 * residual
-        first_variance = residual**2 / 3 + prompt**2 * workload.variability + variance
-        return step, first, variance, first_variance
+        return step, residual + plain + self._prompt + self._prompt * rate * others * 2 * residual
+
+    def _steps(self, rate: float) -> _Steps:
+        """Steps of the open replica; none is longer in the mean than those of a full batch."""
+        base, each, prompt = self._times.base, self._per_decode, self._prompt
+        spread = self._workload.variability
+        further = max(0.0, self._workload.output_tokens - 1)
+        rate = min(rate, (1 - base / self._longest_step) / (prompt + further * each))
+        reading = rate * prompt
+        mean = base / (1 - reading - rate * further * each)
+        decoding = rate * further * mean
+        # A request of less than two tokens on the mean does not always decode.
+        change = np.array(
+            [
+                [1 - 1 / max(1.0, further), min(1.0, further), 0.0],
+                [rate * each, 0.0, rate],
+                [reading * each, 0.0, reading],
+            ]
+        )
+        come = rate * mean
+        noise = np.array(
+            [
+                [come * min(1.0, further), 0.0, 0.0],
+                [0.0, come, come * prompt],
+                [0.0, come * prompt, come * prompt**2 * (1 + spread)],
+            ]
+        )
+        covariance = np.linalg.solve(np.eye(9) - np.kron(change, change), noise.reshape(9)).reshape(3, 3)
+        with_decoding = float(each * covariance[0, 0] + covariance[0, 2])
+        variance = float(each**2 * covariance[0, 0] + 2 * each * covariance[0, 2] + covariance[2, 2])
+        # The step that an arrival finds: its mean and mean square, by length.
+        found = mean + variance / mean
+        found_square = mean**2 + 3 * variance
+        ttft = (0.5 + reading) * found + base + each * decoding + prompt
+        return _Steps(
+            mean=mean,
+            variance=variance,
+            itl=mean + (with_decoding / decoding if decoding else 0.0),
+            ttft=ttft,
+            ttft_variance=(
+                (1 / 3 + reading + reading**2) * found_square
+                - ((0.5 + reading) * found) ** 2
+                + rate * found * prompt**2 * (1 + spread)
+                + prompt**2 * spread
+                + each**2 * float(covariance[0, 0])
+            ),
+        )
 
     def _distribution(self, rate: float, count: NDArray[np.int64]) -> Array:
         """Stationary probabilities: p(n) = p(n - 1) rate / mu(n)."""

@@ -30,10 +30,12 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """Times to the first token, and between tokens, in seconds; and how many still waited at the end."""
+    """Times to the first token, and between tokens, in seconds; requests finished per second; and how many still
+    waited at the end. The first share `WARM_UP` of the time is left out."""
 
     ttft: Sequence[float]
     itl: Sequence[float]
+    rate: float
     waiting: int
 
     @property
@@ -53,6 +55,7 @@ def replay(
     now, arrival, number = 0.0, rng.expovariate(rate), 0
     ttft: list[float] = []
     itl: list[float] = []
+    finished = 0
     while now < seconds:
         while arrival <= now:
             number += 1
@@ -66,4 +69,6 @@ def replay(
         if now >= WARM_UP * seconds:
             for token in step.tokens:
                 (ttft if token.index == 0 else itl).append(token.since_previous)
-    return Met(ttft=ttft, itl=itl, waiting=len(engine.waiting))
+                finished += token.finished
+    rate = finished / (now - WARM_UP * seconds)
+    return Met(ttft=ttft, itl=itl, rate=rate, waiting=len(engine.waiting))

@@ -165,6 +165,25 @@ class TestExperience:
             experience.observe(seen, [self.short(seen)], interval * i)
         assert experience.vote(view(0.1), []) is None
 
+    def test_of_one_shortage_the_highest_rate_counts(self) -> None:
+        """Rates are means over a minute: when a step of load makes a replica short, they still tell of before."""
+        experience = Experience()
+        for now in range(0, 300, 5):
+            rate = 2.0 + 2.4 * min(1.0, max(0.0, (now - 200) / 60))  # the load steps from 2 to 8, 4.4 are served
+            seen = view(1.0, rate=rate)
+            experience.observe(seen, [self.short(seen)] if now >= 200 else [], float(now))
+        vote = experience.vote(view(0.1, rate=4.4), [])
+        assert vote is not None
+        assert float(vote.supply) == pytest.approx(4.4, rel=0.02)
+        # Another shortage at a lower rate is another lesson.
+        experience.observe(view(0.1, rate=3.0), [], 390.0)
+        for now in (400.0, 405.0):
+            seen = view(1.0, rate=3.0)
+            experience.observe(seen, [self.short(seen)], now)
+        lower = experience.vote(view(0.1, rate=3.0), [])
+        assert lower is not None
+        assert float(lower.supply) == pytest.approx(3.0, rel=0.02)
+
     def test_requests_of_another_shape_begin_anew(self) -> None:
         experience = Experience()
         for i in range(2):
