@@ -24,6 +24,13 @@ CONTROLLER_INSTANCE_LABEL = "wva.llmd.ai/controller-instance"
 CONFIG_ENABLED_LABEL = "wva.llmd.ai/config-enabled"
 EXCLUDE_ANNOTATION = "wva.llmd.ai/exclude"
 
+# Fast model actuation: a pod that asks for an engine and the one that runs it name each other; an engine that
+# nobody asks for sleeps, with its weights in memory.
+DUAL_LABEL = "dual-pods.llm-d.ai/dual"
+SLEEPING_LABEL = "dual-pods.llm-d.ai/sleeping"
+# A pod that GKE restores from the snapshot of that name.
+SNAPSHOT_ANNOTATION = "podsnapshot.gke.io/ps-name"
+
 # Product keys of nodes by vendor, in the order they are looked at.
 ACCELERATOR_KEYS = (
     "nvidia.com/gpu.product",

@@ -21,7 +21,7 @@ from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import DecisionStore, Verdict
 from tidemill.autoscaler.members import Member, engine_loads, replica_load, reporting, request_shape
 from tidemill.autoscaler.picker_queues import Group
-from tidemill.autoscaler.startup import StartupTimes
+from tidemill.autoscaler.startup import DualPods, StartupTimes
 from tidemill.autoscaler.verdicts import metrics_verdict
 from tidemill.autoscaler.views import ResourceClaimView
 from tidemill.autoscaler.world import World
@@ -185,9 +185,17 @@ class Planner:
                 found.decided.extend(targets.decide(saturation.analyze(loads, settings), variants))
             else:
                 view = self._view(key, role, mine, variants, settings, waiting, thresholds)
-                need = self._judge.need(view, settings, now=self._now().timestamp(), lead=self._startup.lead(mine))
+                lead = self._startup.lead(mine, self._dual_pods())
+                need = self._judge.need(view, settings, now=self._now().timestamp(), lead=lead)
                 found.needs.append(need)
         return found
+
+    def _dual_pods(self) -> DualPods:
+        pods = self._world.pods.store
+        return DualPods(
+            engine_of=lambda pod: pods.get(ObjectKey(pod.key.namespace, pod.dual)) if pod.dual else None,
+            asleep=frozenset(pod.uid for pod in pods.by_index("sleeping", True)),
+        )
 
     def _settings(self, key: Group, members: Sequence[Member], tracked: frozenset[str]) -> SaturationSettings:
         """Thresholds differ by accelerator; for mixed ones those of the cheapest variant hold."""

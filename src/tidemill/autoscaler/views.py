@@ -11,9 +11,12 @@ from tidemill.api.managed_scaler import ScalerKind, is_managed, paused, syntheti
 from tidemill.api.names import (
     ACCELERATOR_KEYS,
     CONFIG_ENABLED_LABEL,
+    DUAL_LABEL,
     EXCLUDE_ANNOTATION,
     GPU_RESOURCES,
     ROLE_LABEL,
+    SLEEPING_LABEL,
+    SNAPSHOT_ANNOTATION,
     VARIANT_LABEL,
 )
 from tidemill.api.problem import InvalidObjectError, Problem
@@ -50,6 +53,9 @@ class PodView:
     node: str  # "" until it is bound
     gpus: int
     claims: tuple[str, ...]  # ResourceClaims by name
+    dual: str  # the pod that runs this one's engine, or asks for the one here, by name; "" without
+    sleeping: bool  # it runs an engine that sleeps
+    restored: bool  # from a snapshot
 
     @property
     def address(self) -> str:
@@ -77,6 +83,7 @@ class DeploymentView:
     flags: EngineFlags
     node_selector: Mapping[str, str]
     pod_labels: Mapping[str, str]
+    restored: bool  # its pods are, from a snapshot
     created: dt.datetime | None
     deleting: bool
 
@@ -246,12 +253,13 @@ def _scale_target(namespace: str, spec: Mapping[str, Any]) -> TargetRef | None:
 
 def pod_view(obj: Json) -> PodView:
     metadata, status = obj["metadata"], obj.get("status") or {}
+    labels = metadata.get("labels") or {}
     ready = find_condition(status.get("conditions") or (), "Ready") or {}
     since = ready.get("lastTransitionTime")
     return PodView(
         key=ObjectKey.of(obj),
         uid=metadata.get("uid", ""),
-        variant_label=(metadata.get("labels") or {}).get(VARIANT_LABEL, ""),
+        variant_label=labels.get(VARIANT_LABEL, ""),
         owner=_owner(metadata),
         ip=status.get("podIP") or "",
         ready=ready.get("status") == "True",
@@ -263,6 +271,9 @@ def pod_view(obj: Json) -> PodView:
         node=(obj.get("spec") or {}).get("nodeName") or "",
         gpus=gpus_of(obj.get("spec") or {}) or 0,
         claims=_claims(obj),
+        dual=labels.get(DUAL_LABEL, ""),
+        sleeping=labels.get(SLEEPING_LABEL) == "true",
+        restored=SNAPSHOT_ANNOTATION in (metadata.get("annotations") or {}),
     )
 
 
@@ -275,7 +286,8 @@ def deployment_view(obj: Json) -> DeploymentView:
     progress = find_condition(status.get("conditions") or (), "Progressing") or {}
     replicas = spec.get("replicas")
     template = (spec.get("template") or {}).get("spec") or {}
-    labels = ((spec.get("template") or {}).get("metadata") or {}).get("labels") or {}
+    pod_metadata = (spec.get("template") or {}).get("metadata") or {}
+    labels = pod_metadata.get("labels") or {}
     return DeploymentView(
         key=ObjectKey.of(obj),
         uid=metadata.get("uid", ""),
@@ -288,6 +300,7 @@ def deployment_view(obj: Json) -> DeploymentView:
         flags=engine_flags(template),
         node_selector=template.get("nodeSelector") or {},
         pod_labels=labels,
+        restored=SNAPSHOT_ANNOTATION in (pod_metadata.get("annotations") or {}),
         created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,
         deleting="deletionTimestamp" in metadata,
     )

@@ -117,7 +117,10 @@ class World:
             PODS,
             decode=pod_view,
             namespace=watch_namespace,
-            indexers={"ip": lambda pod: [pod.ip] if pod.ip else []},
+            indexers={
+                "ip": lambda pod: [pod.ip] if pod.ip else [],
+                "sleeping": lambda pod: [True] if pod.sleeping else [],
+            },
         )
         # The original's role lists no scalers: a cluster that was set up for it is served all the same.
         self.hpas: Informer[ScalerView] = watched(

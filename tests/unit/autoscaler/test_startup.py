@@ -8,23 +8,32 @@ from typing import Any
 
 import orjson
 
-from tidemill.autoscaler.startup import DEFAULT, StartupTimes
+from tidemill.autoscaler.startup import DEFAULT, DualPods, StartupTimes
 
 BEGIN = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
-def member(replicas: int, *pods: tuple[str, str, float | None], target: str = "t") -> Any:
+def member(replicas: int, *pods: tuple[str, str, float | None], target: str = "t", restored: bool = False) -> Any:
     """A target with so many replicas, and its ready pods: uid, node, seconds from creation to Ready."""
     ready = [
         SimpleNamespace(
             pod=SimpleNamespace(
-                uid=uid, node=node, created=BEGIN,
+                uid=uid, node=node, created=BEGIN, restored=restored,
                 ready_since=None if seconds is None else BEGIN + dt.timedelta(seconds=seconds),
             )
         )
         for uid, node, seconds in pods
     ]  # fmt: skip
-    return SimpleNamespace(target=SimpleNamespace(uid=target, replicas=replicas), ready=ready)
+    return SimpleNamespace(target=SimpleNamespace(uid=target, replicas=replicas, restored=restored), ready=ready)
+
+
+def dual(asleep: str = "", **engines: str) -> DualPods:
+    """Pods by uid with the engine that another pod runs for them; and the engine that sleeps."""
+
+    def engine_of(pod: Any) -> Any:
+        return SimpleNamespace(uid=engines[pod.uid]) if pod.uid in engines else None
+
+    return DualPods(engine_of, frozenset({asleep} - {""}))
 
 
 def test_before_any_start_it_is_a_guess() -> None:
@@ -45,6 +54,38 @@ def test_a_node_that_has_run_it_is_warm_and_the_next_replica_may_get_it() -> Non
     # Two nodes know it and both are in use: another replica would be cold. With one less it would be warm.
     assert times.lead([member(2, ("a", "n1", 240), ("c", "n2", 30))]) == 240
     assert times.lead([member(1, ("a", "n1", 240))]) == 30
+
+
+def test_an_engine_that_sleeps_makes_the_next_start_hot() -> None:
+    times = StartupTimes()
+    times.lead([member(2, ("a", "n1", 90), ("b", "n2", 85))], dual(a="e1", b="e2"))
+    # b is gone, and its engine sleeps until c wakes it.
+    times.lead([member(1, ("a", "n1", 90))], dual("e2", a="e1"))
+    times.lead([member(2, ("a", "n1", 90), ("c", "n2", 4))], dual(a="e1", c="e2"))
+    assert times.dump()["seconds"] == [["t", "cold", [85, 90]], ["t", "hot", [4]]]
+    assert times.lead([member(1, ("a", "n1", 90))], dual("e2", a="e1")) == 4
+    # Nobody sleeps any more, or an engine of somebody else does.
+    assert times.lead([member(2, ("a", "n1", 90), ("c", "n2", 4))], dual(a="e1", c="e2")) == 87.5
+    assert times.lead([member(2, ("a", "n1", 90), ("c", "n2", 4))], dual("e9", a="e1", c="e2")) == 87.5
+    successor = StartupTimes()
+    successor.load(orjson.loads(orjson.dumps(times.dump())))
+    assert successor.lead([member(1)], dual("e2")) == 4
+
+
+def test_a_template_that_names_a_snapshot_is_restored_from_it() -> None:
+    times = StartupTimes()
+    times.lead([member(2, ("a", "n1", 278), ("b", "n2", 278))])
+    restored = member(3, ("c", "n3", 18), restored=True)
+    assert times.lead([restored]) == 18
+    assert times.lead([member(3)]) == 278
+
+
+def test_of_a_kind_never_seen_the_slowest_known_counts() -> None:
+    times = StartupTimes()
+    times.lead([member(1, ("a", "n1", 18), restored=True)])
+    assert times.lead([member(3)]) == 18
+    times.lead([member(2, ("b", "n2", 278))])
+    assert times.lead([member(2, restored=False)], dual("e1")) == 278
 
 
 def test_a_pod_counts_once() -> None:
