@@ -23,8 +23,6 @@ from tidemill.capacity.types import Role, VariantState
 from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
 from tidemill.sim.presets import presets
 
-WINDOW = 300.0  # seconds over which rates and means of requests are taken
-
 
 def times_of(preset: str) -> tuple[ServiceTimes, int]:
     """Step times of a preset, and the tokens that its cache holds."""
@@ -47,6 +45,7 @@ class Lab:
     workload: Workload = Workload(input_tokens=1024, output_tokens=256)
     startup: float = 60.0
     interval: float = 60.0
+    window: float = 60.0  # seconds over which rates and means of requests are taken
     replicas: int = 1
     seed: int = 1
     noise: bool = True
@@ -60,6 +59,7 @@ class Lab:
         self._ready_at = [0.0] * self.replicas
         self._target = self.replicas
         self._backlog = 0.0
+        self._served: dict[str, list[float]] = {}  # by replica, in each cycle of the window
 
     @property
     def capacity(self) -> float:
@@ -86,14 +86,17 @@ class Lab:
         target = LatencyTarget(
             self.settings.ttft_target, self.settings.itl_target, self.settings.target_percentile
         )
+        names = [f"p{i}" for i in range(ready)]
+        self._served = {name: self._served.get(name, []) for name in names}
         view = RoleView(
             model="lab/m",
             role=Role.BOTH,
             variants=(variant,),
-            engines=tuple(self._engine(f"p{i}", rate / ready, self._backlog / ready) for i in range(ready)),
+            engines=tuple(self._engine(name, rate / ready, self._backlog / ready) for name in names),
+            rate_seconds=self.window,
             shape=RequestShape(
-                input_tokens=self._about(self.workload.input_tokens, rate * WINDOW),
-                output_tokens=self._about(self.workload.output_tokens, rate * WINDOW),
+                input_tokens=self._about(self.workload.input_tokens, rate * self.window),
+                output_tokens=self._about(self.workload.output_tokens, rate * self.window),
                 hit_rate=Decimal(0),
             ),
             target=target if self.settings.has_latency_target else None,
@@ -113,6 +116,8 @@ class Lab:
         """One replica at its share of the load, with its share of what has piled up."""
         full = backlog > 0 or rate > 0.98 * self.capacity
         served = self.capacity if full else rate
+        self._served[name] = [*self._served[name], served][-max(1, round(self.window / self.interval)) :]
+        lately = sum(self._served[name]) / len(self._served[name])
         seen = self._model.at(min(0.98 * self.capacity, max(1e-6, served)))
         context = self.workload.input_tokens + 0.75 * self.workload.output_tokens
         inside = self._model.batch if full else min(seen.inside, self._model.batch)
@@ -128,8 +133,8 @@ class Lab:
             queue_length=Decimal(max(0, round(backlog))),
             kv_tokens=self._kv,
             running=in_batch,
-            request_rate=float(self._about(served, served * WINDOW)),
-            output_rate=float(self._about(served * self.workload.output_tokens, served * WINDOW)),
+            request_rate=float(self._about(lately, lately * self.window)),
+            output_rate=float(self._about(lately * self.workload.output_tokens, lately * self.window)),
             ttft=float(self._about(seen.ttft + backlog / self.capacity, served * 60)),
             # Over a whole answer the step times average out: requests differ by about a fifth.
             itl=float(self._about(seen.itl, served * 60 * 25)),

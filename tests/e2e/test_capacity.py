@@ -10,6 +10,7 @@ import asyncio
 import copy
 import os
 import random
+import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -128,24 +129,41 @@ def variant(
     return found
 
 
+def container_of(objects: list[Any]) -> Json:
+    """The container of the Deployment among these objects."""
+    (found,) = [body for resource, _, body in objects if resource == DEPLOYMENTS]
+    return found["spec"]["template"]["spec"]["containers"][0]
+
+
 def holding_picker() -> list[Any]:
     """The demo's picker, which holds requests for a pool that sleeps."""
     found = copy.deepcopy(manifests.picker())
-    args = found[-1][2]["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = container_of(found)["args"]
     args[args.index("--config-text") + 1] = "featureGates: [flowControl]\n" + manifests.PICKER_CONFIG
     return found
 
 
+def both_in_one(picker: list[Any], autoscaler: list[Any]) -> list[Any]:
+    """The picker in the autoscaler's pod: one process, and no metrics between."""
+    container_of(autoscaler)["args"] += ["--picker", shlex.join(container_of(picker)["args"])]
+    autoscaler[-1][2]["metadata"]["name"] = manifests.PICKER  # where the gateway looks for it
+    return [*(o for o in picker if o[0] != DEPLOYMENTS), *autoscaler]
+
+
 @pytest.mark.timeout(180)
-async def test_an_idle_model_sleeps_and_answers_its_next_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["through the picker's metrics", "in one process"])
+async def test_an_idle_model_sleeps_and_answers_its_next_request(tmp_path: Path, together: bool) -> None:
     async with scene(tmp_path) as there:
         await there.create(variant(minReplicas=0, startup="3s"))
-        await there.create(holding_picker())
-        url = await there.picker_metrics()
+        saturation = {"default": "analyzerName: saturation"}
         sleep = {"default": "enable_scale_to_zero: true\nretention_period: 6s"}
-        await there.create(
-            controller("--picker-metrics", url, saturation={"default": "analyzerName: saturation"}, sleep=sleep)
-        )
+        if together:
+            await there.create(both_in_one(holding_picker(), controller(saturation=saturation, sleep=sleep)))
+            await there.picker_metrics()
+        else:
+            await there.create(holding_picker())
+            url = await there.picker_metrics()
+            await there.create(controller("--picker-metrics", url, saturation=saturation, sleep=sleep))
         # The address is followed as it is: a gateway that must know it may hear of the pod after the picker has.
         async with (
             gateway(tmp_path / "gateway", there.pods, following=Following.ONE) as envoy,

@@ -38,7 +38,7 @@ from tidemill.kube.queue import WorkQueue
 from tidemill.kube.resources import ObjectKey, ObjectRef
 from tidemill.metrics.direct import DirectSource
 from tidemill.metrics.exporter import DecisionExporter
-from tidemill.metrics.pickers import PickerPoll
+from tidemill.metrics.pickers import PickerHere, PickerPoll
 from tidemill.metrics.prometheus import PrometheusClient, PrometheusSource
 from tidemill.metrics.samples import MetricsSource
 
@@ -92,7 +92,8 @@ def lease_config(
 
 
 class Controller:
-    """One autoscaler process. `run` serves until cancelled.
+    """One autoscaler process. `run` serves until cancelled. `picker` is an endpoint picker in the same process:
+    what waits there wakes models without any metrics between.
 
     Raises ValueError for options or manager keys that cannot be used.
     """
@@ -103,6 +104,7 @@ class Controller:
         options: ControllerOptions,
         *,
         source: MetricsSource | None = None,
+        picker: PickerHere | None = None,
         now: Callable[[], dt.datetime] = utc_now,
     ) -> None:
         self._client = client
@@ -144,19 +146,22 @@ class Controller:
             dry_run=options.dry_run,
         )
         self.engine: Engine | None = None  # while this process leads
-        self._pickers = PickerPoll(options.picker_metrics) if options.picker_metrics else None
+        self._picker = picker
+        told = options.picker_metrics or picker is not None
+        self._pickers = PickerPoll(options.picker_metrics, here=picker) if told else None
         self._leading = False
         self._found: set[Finding] = set()
 
     @property
     def ready(self) -> list[str]:
         """What readiness waits for; empty when the controller is ready."""
-        return [
+        lists = [
             f"waiting for the first list of {informer.resource}"
             + (f" ({informer.error})" if informer.error else "")
             for informer in self.world.informers
             if not informer.synced
         ]
+        return lists if self._picker is None else [*lists, *self._picker.waiting_for]
 
     async def run(self) -> None:
         options = self._options

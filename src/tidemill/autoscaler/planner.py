@@ -13,7 +13,6 @@ from decimal import Decimal
 
 import structlog
 
-from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.api.saturation_config import SaturationSettings
 from tidemill.autoscaler import picker_queues
 from tidemill.autoscaler.accelerators import claimed, inventory, placement
@@ -33,7 +32,7 @@ from tidemill.capacity.pace import Pace
 from tidemill.capacity.queueing import LatencyTarget
 from tidemill.capacity.report import Json
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
-from tidemill.capacity.view import RequestShape, RoleView, UpstreamQueue
+from tidemill.capacity.view import EngineLoad, RequestShape, RoleView, UpstreamQueue
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Snapshot
 
@@ -184,7 +183,8 @@ class Planner:
             if settings.by_percentage:
                 found.decided.extend(targets.decide(saturation.analyze(loads, settings), variants))
             else:
-                view = self._view(key, role, mine, variants, settings, waiting, thresholds)
+                engines = tuple(e for m in mine for r in usable[m.variant.key.name] for e in engine_loads(m, r))
+                view = self._view(key, role, mine, variants, settings, waiting, engines, snapshot.rate_seconds)
                 lead = self._startup.lead(mine, self._dual_pods())
                 need = self._judge.need(view, settings, now=self._now().timestamp(), lead=lead)
                 found.needs.append(need)
@@ -213,7 +213,7 @@ class Planner:
 
     def _view(
         self, key: Group, role: Role, members: Sequence[Member], variants: tuple[VariantState, ...],
-        settings: SaturationSettings, waiting: UpstreamQueue, thresholds: FreshnessThresholds,
+        settings: SaturationSettings, waiting: UpstreamQueue, engines: tuple[EngineLoad, ...], rate_seconds: float,
     ) -> RoleView:  # fmt: skip
         model = f"{key[0]}/{key[1]}"
         shape = request_shape(members).or_last(self._shapes.get((model, role), RequestShape()))
@@ -223,9 +223,10 @@ class Planner:
             model=model,
             role=role,
             variants=variants,
-            engines=tuple(e for m in members for r in reporting(m, thresholds) for e in engine_loads(m, r)),
+            engines=engines,
             shape=shape,
             upstream=waiting,
+            rate_seconds=rate_seconds,
             flags={m.variant.key.name: m.target.flags for m in members},
             kv_cache_threshold=settings.kv_cache_threshold,
             queue_length_threshold=settings.queue_length_threshold,

@@ -9,6 +9,7 @@ from decimal import Decimal
 from tidemill.api.saturation_config import SaturationSettings
 from tidemill.capacity.analyzers import ANALYZERS, Analyzer
 from tidemill.capacity.demand import Level
+from tidemill.capacity.departures import Departures
 from tidemill.capacity.experience import Experience
 from tidemill.capacity.needs import Need
 from tidemill.capacity.report import CapacityReport, Json, NoReport, Thresholds
@@ -28,9 +29,12 @@ class Judge:
         self._levels: dict[tuple[str, Role, str], Level] = {}
         self._capacities: dict[tuple[str, Role, str], Mapping[str, Decimal]] = {}
         self._experiences: dict[tuple[str, Role], Experience] = {}
+        self._departures: dict[tuple[str, Role], Departures] = {}
 
     def need(self, view: RoleView, settings: SaturationSettings, *, now: float, lead: float) -> Need:
         """What the role asks for at `now` (seconds); a replica takes `lead` seconds to start."""
+        departures = self._departures.setdefault((view.model, view.role), Departures())
+        view = replace(view, departed=departures.observe(view.engines, now=now, window=view.rate_seconds))
         votes: list[CapacityReport] = []
         now_said: list[CapacityReport] = []  # the same as they were said
         silent: list[NoReport] = []
@@ -82,8 +86,9 @@ class Judge:
         for slots in (self._silent, self._levels, self._capacities):
             for gone in [slot for slot in slots if slot[0] not in models]:
                 del slots[gone]
-        for gone in [slot for slot in self._experiences if slot[0] not in models]:
-            del self._experiences[gone]
+        for remembered in (self._experiences, self._departures):
+            for gone in [slot for slot in remembered if slot[0] not in models]:
+                del remembered[gone]
 
     def _steadied(
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float

@@ -51,6 +51,14 @@ class RequestShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Requests that finish and tokens that are generated, per second."""
+
+    requests: float = 0.0
+    output_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class UpstreamQueue:
     """Requests for the model that wait before any replica (at the endpoint picker), and their bytes."""
 
@@ -61,7 +69,8 @@ class UpstreamQueue:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
     """`model` is named with its namespace; `flags` are those of each variant's engines; `shape` has the means over
-    the role, the last known where there are none now."""
+    the role, the last known where there are none now. Rates are means over `rate_seconds`; `departed` are what
+    replicas that have just left still stand for."""
 
     model: str
     role: Role
@@ -69,6 +78,8 @@ class RoleView:
     engines: tuple[EngineLoad, ...]
     shape: RequestShape = RequestShape()
     upstream: UpstreamQueue = UpstreamQueue()
+    rate_seconds: float = 60.0
+    departed: Rates = Rates()
     flags: Mapping[str, EngineFlags] = field(default_factory=dict)
     thresholds: Thresholds = Thresholds()
     kv_cache_threshold: Decimal = Decimal("0.80")
@@ -78,12 +89,12 @@ class RoleView:
     @property
     def request_rate(self) -> float | None:
         """Requests per second that the engines finish together; None unless each one says so."""
-        return _total([engine.request_rate for engine in self.engines])
+        return _total([engine.request_rate for engine in self.engines], self.departed.requests)
 
     @property
     def output_rate(self) -> float | None:
         """Tokens per second that the engines generate together; None unless each one says so."""
-        return _total([engine.output_rate for engine in self.engines])
+        return _total([engine.output_rate for engine in self.engines], self.departed.output_tokens)
 
     @property
     def waiting(self) -> Decimal:
@@ -98,6 +109,6 @@ class RoleView:
         return ready, ready + pending
 
 
-def _total(rates: Sequence[float | None]) -> float | None:
+def _total(rates: Sequence[float | None], departed: float) -> float | None:
     known = [rate for rate in rates if rate is not None]
-    return sum(known) if len(known) == len(rates) else None
+    return sum(known) + departed if len(known) == len(rates) else None

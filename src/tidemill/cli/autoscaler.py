@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import typer
@@ -23,6 +23,9 @@ from tidemill.autoscaler.controller import (
     run_controller,
 )
 from tidemill.kube.client import KubeClient
+
+if TYPE_CHECKING:
+    from tidemill.picker.server import PickerOptions
 
 E = TypeVar("E", ActuationMode, SourceKind)
 
@@ -43,6 +46,7 @@ async def serve(
     leader_elect: bool,
     lease: tuple[str, str, str],
     picker_metrics: list[str],
+    picker: PickerOptions | None,
     dry_run: bool,
 ) -> None:
     configure_logging()
@@ -75,7 +79,10 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         async with await KubeClient.connect(kubeconfig, context) as client:
-            await run_controller(Controller(client, options), stop)
+            if picker is None:
+                await run_controller(Controller(client, options), stop)
+            else:
+                await _with_picker(client, options, picker, stop)
     except* (ValueError, OSError) as group:
         for error in _leaves(group):
             typer.echo(f"tidemill autoscaler: {error}", err=True)
@@ -83,6 +90,21 @@ async def serve(
     except* ConfigException as group:
         typer.echo(f"tidemill autoscaler: no cluster: {_leaves(group)[0]}; give --kubeconfig", err=True)
         raise typer.Exit(2) from None
+
+
+async def _with_picker(
+    client: KubeClient, options: ControllerOptions, picker_options: PickerOptions, stop: asyncio.Event
+) -> None:
+    """Autoscaler and endpoint picker in one process. The picker drains before the autoscaler ends."""
+    from tidemill.cli.picker import spare_the_collector
+    from tidemill.picker.server import Picker
+
+    spare_the_collector()
+    drained = asyncio.Event()
+    async with Picker(picker_options, client) as picker, asyncio.TaskGroup() as group:
+        group.create_task(run_controller(Controller(client, options, picker=picker), drained))
+        await picker.run(stop)
+        drained.set()
 
 
 def configure_logging() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Generator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from tidemill import __version__
+
+if TYPE_CHECKING:
+    from tidemill.picker.server import PickerOptions
 
 app = typer.Typer(
     name="tidemill",
@@ -152,6 +155,14 @@ def autoscaler(
         list[str],
         typer.Option(help="URL of an endpoint picker's /metrics; what waits there wakes models. Repeatable."),
     ] = [],  # noqa: B006
+    picker: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="Run an endpoint picker in this process too, with these flags of `tidemill picker`: what waits "
+            "there wakes models without any metrics between.",
+        ),
+    ] = None,
     metrics_bind_address: Annotated[
         str, typer.Option(envvar="METRICS_BIND_ADDRESS", help="host:port of /metrics; 0 turns it off.")
     ] = ":8080",
@@ -167,6 +178,8 @@ def autoscaler(
     """Run the autoscaler."""
     from tidemill.cli.autoscaler import serve
 
+    picker_options = None if picker is None else _picker_flags(picker)
+
     run(
         serve(
             kubeconfig=kubeconfig,
@@ -179,6 +192,7 @@ def autoscaler(
             scrape_interval=scrape_interval,
             scrape_window=scrape_window,
             picker_metrics=picker_metrics,
+            picker=picker_options,
             metrics_address=metrics_bind_address,
             health_address=health_probe_bind_address,
             leader_elect=leader_elect,
@@ -257,53 +271,40 @@ def picker(
     kube_context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
 ) -> None:
     """Run the endpoint picker: tell Envoy which endpoint serves each request."""
-    from pathlib import Path
+    from tidemill.cli.picker import Cluster, main, picker_options
 
-    from tidemill.cli.autoscaler import seconds
-    from tidemill.cli.picker import Cluster, main, pool_ports, read_config
-    from tidemill.picker.director import DirectorOptions
-    from tidemill.picker.server import PickerOptions, TransportKind
-
-    if transport not in tuple(TransportKind):
-        raise typer.BadParameter(
-            f"{transport!r} is not one of {', '.join(TransportKind)}", param_hint="--transport"
-        )
-    if endpoints is not None and pool_name:
-        raise typer.BadParameter(
-            "give either a pool of the cluster or a file", param_hint="--pool-name, --endpoints"
-        )
-    if pool_name and pool_namespace is None:
-        pool_namespace = "default"
-    config, source = read_config(config_file, config_text)
+    options = {name: value for name, value in context.params.items() if name not in _OF_THE_PROCESS}
     main(
-        PickerOptions(
-            config=config,
-            config_source=source,
-            endpoints_file=None if endpoints is None else Path(endpoints),
-            pool_name=pool_name,
-            pool_namespace=pool_namespace,
-            pool_ports=pool_ports(pool_port or (), pool_namespace),
-            host=bind_address,
-            grpc_port=grpc_port,
-            health_port=grpc_health_port,
-            metrics_port=metrics_port,
-            transport=TransportKind(transport),
-            secure=secure_serving,
-            cert_path=None if cert_path is None else Path(cert_path),
-            cert_reload=enable_cert_reload,
-            drain_seconds=seconds(drain_timeout, "--drain-timeout"),
-            scrape_interval=seconds(refresh_metrics_interval, "--refresh-metrics-interval"),
-            director=DirectorOptions(
-                max_body=max_body_bytes,
-                ignore_empty_subset=ignore_subset_hint_when_empty,
-                emit_scores=emit_endpoint_scores,
-                answer_models=answer_models,
-            ),
-        ),
+        picker_options(**options),
         Cluster(kubeconfig, kube_context),
         workers=workers,
         without_effect=context.meta.get("without_effect", ()),
     )
+
+
+_OF_THE_PROCESS = ("workers", "kubeconfig", "kube_context")
+
+
+def _picker_flags(text: str) -> PickerOptions:
+    """Flags of `tidemill picker` for one that runs in the autoscaler's process."""
+    import shlex
+
+    from tidemill.cli.picker import picker_options
+
+    command = cast("TyperGroup", typer.main.get_command(app)).commands["picker"]
+    try:
+        args = shlex.split(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--picker") from None
+    context = command.make_context("tidemill autoscaler --picker", args)
+    options = dict(context.params)
+    for parameter in command.params:
+        if parameter.name in _OF_THE_PROCESS and options.pop(parameter.name) != parameter.default:
+            flag = parameter.opts[0]
+            raise typer.BadParameter(
+                f"{flag} is a matter of the whole process and not taken here", param_hint="--picker"
+            )
+    return picker_options(**options)
 
 
 @app.command()

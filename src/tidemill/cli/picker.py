@@ -19,12 +19,13 @@ from kubernetes.aio.config import ConfigException
 
 from tidemill.api.picker_config import EndpointPickerConfig
 from tidemill.api.problem import InvalidObjectError
-from tidemill.cli.autoscaler import configure_logging
+from tidemill.cli.autoscaler import configure_logging, seconds
 from tidemill.cli.main import run
 from tidemill.kube.client import KubeClient
 from tidemill.kube.resources import ObjectKey
+from tidemill.picker.director import DirectorOptions
 from tidemill.picker.scheduling.scheduler import DEFAULT_CONFIG
-from tidemill.picker.server import PickerOptions, serve
+from tidemill.picker.server import PickerOptions, TransportKind, serve
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +66,51 @@ def pool_ports(entries: Sequence[str], namespace: str | None) -> tuple[tuple[int
     return tuple(found)
 
 
+def picker_options(
+    *, pool_name: str, pool_namespace: str | None, endpoints: str | None, pool_port: Sequence[str] | None,
+    config_file: str | None, config_text: str | None, bind_address: str | None, grpc_port: int,
+    grpc_health_port: int, metrics_port: int, secure_serving: bool, cert_path: str | None,
+    enable_cert_reload: bool, drain_timeout: str, refresh_metrics_interval: str, max_body_bytes: int,
+    answer_models: bool, emit_endpoint_scores: bool, ignore_subset_hint_when_empty: bool, transport: str,
+) -> PickerOptions:  # fmt: skip
+    """Options from the flags of `tidemill picker`. Raises BadParameter, or exits with what is wrong in a file."""
+    if transport not in tuple(TransportKind):
+        raise typer.BadParameter(
+            f"{transport!r} is not one of {', '.join(TransportKind)}", param_hint="--transport"
+        )
+    if endpoints is not None and pool_name:
+        raise typer.BadParameter(
+            "give either a pool of the cluster or a file", param_hint="--pool-name, --endpoints"
+        )
+    if pool_name and pool_namespace is None:
+        pool_namespace = "default"
+    config, source = read_config(config_file, config_text)
+    return PickerOptions(
+        config=config,
+        config_source=source,
+        endpoints_file=None if endpoints is None else Path(endpoints),
+        pool_name=pool_name,
+        pool_namespace=pool_namespace,
+        pool_ports=pool_ports(pool_port or (), pool_namespace),
+        host=bind_address,
+        grpc_port=grpc_port,
+        health_port=grpc_health_port,
+        metrics_port=metrics_port,
+        transport=TransportKind(transport),
+        secure=secure_serving,
+        cert_path=None if cert_path is None else Path(cert_path),
+        cert_reload=enable_cert_reload,
+        drain_seconds=seconds(drain_timeout, "--drain-timeout"),
+        scrape_interval=seconds(refresh_metrics_interval, "--refresh-metrics-interval"),
+        director=DirectorOptions(
+            max_body=max_body_bytes,
+            ignore_empty_subset=ignore_subset_hint_when_empty,
+            emit_scores=emit_endpoint_scores,
+            answer_models=answer_models,
+        ),
+    )
+
+
 def main(options: PickerOptions, cluster: Cluster, *, workers: int, without_effect: Sequence[str]) -> None:
     """Serve until SIGTERM or SIGINT."""
     configure_logging()
@@ -94,12 +140,16 @@ def _worker(options: PickerOptions, cluster: Cluster) -> None:
         raise typer.Exit(2) from None
 
 
-async def _serve(options: PickerOptions, cluster: Cluster) -> None:
-    # What is loaded now stays: the collector need not look at it again and again. Requests leave no cycles behind,
-    # so that it need not run often either; both are a fifth of the time of a request otherwise.
+def spare_the_collector() -> None:
+    """What is loaded now stays: the collector need not look at it again and again. Requests leave no cycles
+    behind, so that it need not run often either; both are a fifth of the time of a request otherwise."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+async def _serve(options: PickerOptions, cluster: Cluster) -> None:
+    spare_the_collector()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

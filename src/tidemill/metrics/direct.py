@@ -151,7 +151,10 @@ class DirectSource:
                 )
         waiting = await self._pickers.read() if in_depth and self._pickers is not None else ()
         requests = self._requests(models, now)
-        return Snapshot(series=tuple(series), failures={}, requests=requests, picker_queues=waiting)
+        return Snapshot(
+            series=tuple(series), failures={}, requests=requests, picker_queues=waiting,
+            rate_seconds=self._rate_window,
+        )  # fmt: skip
 
     def _requests(self, models: Mapping[str, float | None], now: float) -> dict[tuple[str, str], float]:
         """1 for a model that served anything within its retention period, 0 for one that did not. A counter

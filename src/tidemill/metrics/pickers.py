@@ -1,10 +1,11 @@
-"""What waits at endpoint pickers, read from their own metrics: no Prometheus between."""
+"""What waits at endpoint pickers: read from their own metrics without Prometheus, or from one in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import aiohttp
 import structlog
@@ -16,12 +17,25 @@ log = structlog.get_logger(__name__)
 _WANTED = frozenset({*PICKER_QUEUE, *PICKER_QUEUE_BYTES})
 
 
-class PickerPoll:
-    """Reads the metrics of each picker in `urls`. One that does not answer counts as having nobody waiting, and is
-    said once: a request that waits there is seen when it answers again."""
+class PickerHere(Protocol):
+    """An endpoint picker that runs in this process."""
 
-    def __init__(self, urls: Sequence[str], *, timeout: float = 1.0) -> None:
+    @property
+    def waiting_for(self) -> list[str]:
+        """Why it is not ready; empty when it is."""
+        ...
+
+    def queues(self) -> tuple[PickerQueue, ...]: ...
+
+
+class PickerPoll:
+    """Reads the metrics of each picker in `urls`, and asks the one in this process, if any. One that does not
+    answer counts as having nobody waiting, and is said once: a request that waits there is seen when it answers
+    again."""
+
+    def __init__(self, urls: Sequence[str], *, here: PickerHere | None = None, timeout: float = 1.0) -> None:
         self._urls = tuple(urls)
+        self._here = here
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._session: aiohttp.ClientSession | None = None
         self._failing: set[str] = set()
@@ -31,10 +45,12 @@ class PickerPoll:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout)
         found: dict[tuple[str, str, str], tuple[float, float]] = {}
-        for text in await asyncio.gather(*(self._fetch(self._session, url) for url in self._urls)):
-            for key, (requests, size) in picker_queues(text).items():
-                before = found.get(key, (0.0, 0.0))
-                found[key] = (before[0] + requests, before[1] + size)
+        texts = await asyncio.gather(*(self._fetch(self._session, url) for url in self._urls))
+        told = [PickerQueue(*key, *sums) for text in texts for key, sums in picker_queues(text).items()]
+        for queue in (*told, *(() if self._here is None else self._here.queues())):
+            key = (queue.model, queue.pool, queue.namespace)
+            requests, size = found.get(key, (0.0, 0.0))
+            found[key] = (requests + queue.requests, size + queue.bytes)
         return tuple(PickerQueue(*key, *values) for key, values in sorted(found.items()))
 
     async def close(self) -> None:

@@ -212,7 +212,7 @@ class PrometheusSource:
         )
         return Snapshot(
             series=series, failures=cycle.failures, requests=requests, picker_queues=picker_queues,
-            queries=cycle.queries, notes=notes,
+            queries=cycle.queries, rate_seconds=RATE_SECONDS, notes=notes,
         )  # fmt: skip
 
     async def _depth(

@@ -110,7 +110,8 @@ class Snapshot:
 
     `failures` says by model why its numbers could not be read. `requests` counts by namespace and model what
     succeeded within the model's retention period; a model that is not in it is unknown. `notes` are remarks
-    for operators, such as a window that is shorter than the scrape interval.
+    for operators, such as a window that is shorter than the scrape interval. Rates of requests are means over
+    `rate_seconds`.
     """
 
     series: tuple[SeriesSample, ...]
@@ -118,6 +119,7 @@ class Snapshot:
     requests: Mapping[tuple[str, str], float] = field(default_factory=dict)
     picker_queues: tuple[PickerQueue, ...] = ()
     queries: int = 0
+    rate_seconds: float = 60.0
     notes: tuple[str, ...] = ()
 
 

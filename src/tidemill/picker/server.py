@@ -24,6 +24,7 @@ from tidemill.api.picker_config import EndpointPickerConfig
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.resources import ObjectKey
+from tidemill.metrics.samples import PickerQueue
 from tidemill.picker import tls
 from tidemill.picker.director import DirectorOptions, PickerDirector
 from tidemill.picker.extproc.exchange import Exchange, StreamInfo
@@ -42,7 +43,7 @@ from tidemill.picker.scheduling.settings import (
     UtilizationDetector,
     one_of,
 )
-from tidemill.picker.state import PoolCollector, pool_state
+from tidemill.picker.state import PoolCollector, pool_state, waiting
 from tidemill.picker.telemetry.scraper import Budget, ScrapeOptions, Scraper
 from tidemill.picker.transport.lean import LeanServer
 from tidemill.picker.transport.reference import ReferenceServer
@@ -148,6 +149,10 @@ class Picker:
     @property
     def streams(self) -> int:
         return 0 if self._transport is None else self._transport.streams
+
+    def queues(self) -> tuple[PickerQueue, ...]:
+        """Requests that wait here."""
+        return waiting(self.pools, self.director)
 
     async def __aenter__(self) -> Picker:
         try:

@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tidemill.kube.resources import ObjectKey
+from tidemill.metrics.samples import PickerQueue
 from tidemill.picker.director import PickerDirector
 from tidemill.picker.instruments import CappedLabel, gauge
 from tidemill.picker.pools.pool import Pool, Pools
@@ -102,6 +103,20 @@ class PoolCollector(Collector):
                 waiting.add_metric([*labels, *name], count)
                 held.add_metric([*labels, *name], size)
         yield from (queue, kv, running, ready, each, flight, tokens, index, age, full, waiting, held)
+
+
+def waiting(pools: Pools, director: PickerDirector) -> tuple[PickerQueue, ...]:
+    """What each pool holds, by the model that is asked for in the end."""
+    found: list[PickerQueue] = []
+    for pool in pools.all():
+        flow = director.flow(pool)
+        sums: dict[str, tuple[int, int]] = {}
+        for item in () if flow is None else flow.waiting():
+            model = item.target_model or item.model
+            count, size = sums.get(model, (0, 0))
+            sums[model] = (count + 1, size + item.size)
+        found += [PickerQueue(model, pool.key.name, pool.key.namespace, *sums[model]) for model in sorted(sums)]
+    return tuple(found)
 
 
 def pool_state(pool: Pool, director: PickerDirector, now: float) -> dict[str, Any]:
