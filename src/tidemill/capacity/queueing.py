@@ -214,7 +214,7 @@ class ReplicaModel:
         """Steps of the open replica; none is longer in the mean than those of a full batch."""
         base, each, prompt = self._times.base, self._per_decode, self._prompt
         spread = self._workload.variability
-        further = max(0.0, self._workload.output_tokens - 1)
+        further = max(0.001, self._workload.output_tokens - 1)  # with none at all nothing would see a step
         rate = min(rate, (1 - base / self._longest_step) / (prompt + further * each))
         reading = rate * prompt
         mean = base / (1 - reading - rate * further * each)
@@ -245,7 +245,7 @@ class ReplicaModel:
         return _Steps(
             mean=mean,
             variance=variance,
-            itl=mean + (with_decoding / decoding if decoding else 0.0),
+            itl=mean + with_decoding / decoding,
             ttft=ttft,
             ttft_variance=(
                 (1 / 3 + reading + reading**2) * found_square

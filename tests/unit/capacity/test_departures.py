@@ -69,7 +69,7 @@ def test_a_constant_load_stays_constant_whoever_leaves(
         there = {"r0": mean, **{name: mean for name, at in leaves.items() if at > now}}
         found = left.observe(engines(**there), now=now, window=window)
         total = sum(there.values()) + found.requests
-        assert 0.9 * load <= total <= 1.6 * load  # to a cycle and what it may miss
+        assert 0.8 * load <= total <= 1.6 * load  # to a cycle and what it may miss
 
 
 def test_engines_that_said_nothing_last_are_not_kept() -> None:
