@@ -21,7 +21,7 @@ from tests.picker_rig import (
     request_headers,
 )
 
-from tidemill.picker import tls
+from tidemill.kube import tls
 from tidemill.picker.transport.http2 import PREFACE
 from tidemill.picker.transport.lean import LeanServer
 

@@ -21,9 +21,9 @@ from tests.integration.inference import Cluster, addresses, picking, stream, unt
 from tests.integration.wire import WireTalk, channel
 from tests.picker_rig import chat, destination_of, post, request_headers, response_body, response_headers
 
+from tidemill.kube import tls
 from tidemill.local.cluster import LocalCluster
 from tidemill.local.envoy import PoolRoute
-from tidemill.picker import tls
 from tidemill.picker.server import Picker, TransportKind
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 import structlog
 from aiohttp import web
@@ -20,24 +21,27 @@ from tidemill.autoscaler.actuation import MetricsActuator, ScaleActuator
 from tidemill.autoscaler.configuration import Configuration
 from tidemill.autoscaler.decisions import Decision, DecisionStore
 from tidemill.autoscaler.engine import Engine
+from tidemill.autoscaler.external_metrics import external_metrics_app
 from tidemill.autoscaler.instruments import Instruments
 from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
 from tidemill.autoscaler.verdicts import NOT_STARTED
-from tidemill.autoscaler.views import ConfigMapView
+from tidemill.autoscaler.views import ConfigMapView, usable
 from tidemill.autoscaler.watches import Watches
 from tidemill.autoscaler.web import health_app, listen, metrics_app
 from tidemill.autoscaler.world import World
 from tidemill.capacity.types import Direction
+from tidemill.kube import tls
 from tidemill.kube.client import KubeClient
-from tidemill.kube.clock import utc_now
+from tidemill.kube.clock import rfc3339, utc_now
+from tidemill.kube.delegated import Delegated
 from tidemill.kube.events import EventRecorder, EventType
 from tidemill.kube.lease import LeaderElector, LeaseConfig
 from tidemill.kube.queue import WorkQueue
 from tidemill.kube.resources import ObjectKey, ObjectRef
 from tidemill.metrics.direct import DirectSource
-from tidemill.metrics.exporter import DecisionExporter
+from tidemill.metrics.exporter import DecisionExporter, ExportedDecision
 from tidemill.metrics.pickers import PickerHere, PickerPoll
 from tidemill.metrics.prometheus import PrometheusClient, PrometheusSource
 from tidemill.metrics.samples import MetricsSource
@@ -70,6 +74,8 @@ class ControllerOptions:
     overrides: Mapping[str, str] = field(default_factory=dict)
     metrics_address: str = "0"
     health_address: str = ":8081"
+    external_metrics_address: str = "0"
+    external_metrics_cert_dir: Path | None = None  # with tls.crt and tls.key; None signs a pair itself
     lease: LeaseConfig | None = None
     picker_metrics: tuple[str, ...] = ()  # URLs of endpoint pickers' metrics
     dry_run: bool = False
@@ -175,6 +181,8 @@ class Controller:
                 metrics = metrics_app(self.registry)
                 runners.append(await listen(metrics, options.metrics_address, flag="--metrics-bind-address"))
             async with asyncio.TaskGroup() as group:
+                if options.external_metrics_address != "0":
+                    runners.append(await self._serve_external_metrics(group))
                 group.create_task(self.world.run())
                 group.create_task(self.recorder.run())
                 await self.world.wait_synced()
@@ -191,6 +199,38 @@ class Controller:
             await self.recorder.flush_quietly()
             for runner in runners:
                 await runner.cleanup()
+
+    async def _serve_external_metrics(self, group: asyncio.TaskGroup) -> web.AppRunner:
+        options = self._options
+        directory = options.external_metrics_cert_dir
+        name = f"wva-external-metrics.{options.namespace}.svc"
+        pair = tls.self_signed(name, self._now()) if directory is None else tls.read_pair(directory)
+        context = tls.server_context(pair, protocol="http/1.1")
+        if directory is not None:
+            group.create_task(tls.watch_pair(directory, lambda changed: tls.load(context, changed)))
+        delegated = Delegated(self._client, context)
+        await delegated.refresh()
+        group.create_task(delegated.run())
+        app = external_metrics_app(self._numbers, delegated, now=lambda: rfc3339(self._now()))
+        return await listen(
+            app, options.external_metrics_address, flag="--external-metrics-bind-address", tls=context
+        )
+
+    def _numbers(self, namespace: str) -> list[ExportedDecision]:
+        """What is decided for a namespace: by the leader as it exports it, by others as it was written."""
+        if self._leading:
+            return self.exporter.of_namespace(namespace)
+        found: list[ExportedDecision] = []
+        for key, view in self.world.variants.store.items():
+            variant = usable(view)
+            alloc = None if variant is None else variant.spec.status.desired_optimized_alloc
+            if key.namespace != namespace or variant is None or alloc is None:
+                continue
+            where = variant.spec.target
+            target = self.world.deployments.store.get(ObjectKey(where.namespace, where.name))
+            current = 0 if target is None else target.replicas
+            found.append(ExportedDecision(key.name, namespace, alloc.accelerator, alloc.num_replicas, current))
+        return found
 
     async def _compete(self, source: MetricsSource) -> None:
         if self._options.lease is None:

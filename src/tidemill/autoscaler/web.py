@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 
 import orjson
@@ -51,14 +52,16 @@ def metrics_app(registry: CollectorRegistry) -> web.Application:
     return app
 
 
-async def listen(app: web.Application, address: str, *, flag: str) -> web.AppRunner:
+async def listen(
+    app: web.Application, address: str, *, flag: str, tls: ssl.SSLContext | None = None
+) -> web.AppRunner:
     """Serve `app` on host:port (no host is all). Raises ValueError naming `flag` for another form."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{flag}: invalid value {address!r}: must be host:port or :port")
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
+    await web.TCPSite(runner, host.strip("[]") or None, int(port), ssl_context=tls).start()
     return runner
 
 

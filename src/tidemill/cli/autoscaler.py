@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -43,6 +44,8 @@ async def serve(
     scrape_window: str,
     metrics_address: str,
     health_address: str,
+    external_metrics_address: str,
+    external_metrics_cert_dir: str | None,
     leader_elect: bool,
     lease: tuple[str, str, str],
     picker_metrics: list[str],
@@ -68,6 +71,8 @@ async def serve(
             overrides=os.environ,
             metrics_address=metrics_address,
             health_address=health_address,
+            external_metrics_address=external_metrics_address,
+            external_metrics_cert_dir=Path(external_metrics_cert_dir) if external_metrics_cert_dir else None,
             lease=lease_config(namespace, identity, duration=duration, renew_deadline=renew, retry_period=retry)
             if leader_elect
             else None,

@@ -169,6 +169,20 @@ def autoscaler(
     health_probe_bind_address: Annotated[
         str, typer.Option(envvar="HEALTH_PROBE_BIND_ADDRESS", help="host:port of /healthz, /readyz and /explain.")
     ] = ":8081",
+    external_metrics_bind_address: Annotated[
+        str,
+        typer.Option(
+            envvar="EXTERNAL_METRICS_BIND_ADDRESS",
+            help="host:port of the external metrics API (external.metrics.k8s.io, TLS), for HPAs without "
+            "Prometheus or an adapter; 0 turns it off.",
+        ),
+    ] = "0",
+    external_metrics_cert_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory with its tls.crt and tls.key, read again when they change; else self-signed."
+        ),
+    ] = None,
     leader_elect: Annotated[bool, typer.Option(help="Elect one leader among several replicas.")] = False,
     leader_election_lease_duration: Annotated[str, typer.Option(help="Others take over after this.")] = "60s",
     leader_election_renew_deadline: Annotated[str, typer.Option(help="A leader gives up after this.")] = "50s",
@@ -195,6 +209,8 @@ def autoscaler(
             picker=picker_options,
             metrics_address=metrics_bind_address,
             health_address=health_probe_bind_address,
+            external_metrics_address=external_metrics_bind_address,
+            external_metrics_cert_dir=external_metrics_cert_dir,
             leader_elect=leader_elect,
             lease=(
                 leader_election_lease_duration,

@@ -17,6 +17,7 @@ from tidemill.kube.clock import utc_now
 from tidemill.local.apiserver.server import ApiServer
 from tidemill.local.apiserver.tls import issue
 from tidemill.local.controllers.deployment import DeploymentController
+from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
 from tidemill.local.controllers.replicaset import ReplicaSetController
 from tidemill.local.runner.runner import Runner
 
@@ -27,7 +28,7 @@ class LocalCluster:
     """`async with LocalCluster() as cluster:` gives a cluster that kubectl can use.
 
     Without a `directory` everything lies in a temporary one and is gone afterwards; with `keep_data`
-    objects survive a restart in the same directory.
+    objects survive a restart in the same directory. HPAs are looked at each `hpa_seconds`.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class LocalCluster:
         history: int = 1000,
         bookmark_seconds: float = 30.0,
         workloads: bool = True,
+        hpa_seconds: float = 15.0,
         now: Callable[[], dt.datetime] = utc_now,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="tidemill-") if directory is None else None
         self.directory = Path(self._temporary.name) if self._temporary else Path(directory or ".")
         self._workloads = workloads
+        self._hpa_seconds = hpa_seconds
         self._now = now
         self.server = ApiServer(
             port=port,
@@ -75,6 +78,9 @@ class LocalCluster:
             self._tasks = [
                 asyncio.create_task(DeploymentController(self._client, now=self._now).run()),
                 asyncio.create_task(ReplicaSetController(self._client).run()),
+                asyncio.create_task(
+                    HorizontalPodAutoscalerController(self._client, now=self._now, period=self._hpa_seconds).run()
+                ),
                 asyncio.create_task(runner.run()),
             ]
         return self

@@ -7,7 +7,7 @@ accelerator or the leadership goes: what is not in the table is not exported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,7 +30,19 @@ class ExportedDecision:
         return self.desired / self.current if self.current else float(self.desired)
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedGauge:
+    help: str
+    value: Callable[[ExportedDecision], float]
+
+
 _DESIRED_HELP = "Replicas that the autoscaler wants for the variant."
+GAUGES: Mapping[str, ExportedGauge] = {
+    "wva_desired_replicas": ExportedGauge(_DESIRED_HELP, lambda d: d.desired),
+    "wva_optimized_replicas": ExportedGauge(f"{_DESIRED_HELP} Older name.", lambda d: d.desired),
+    "wva_current_replicas": ExportedGauge("Replicas that the scale target asks for.", lambda d: d.current),
+    "wva_desired_ratio": ExportedGauge("Desired over current replicas.", lambda d: d.ratio),
+}
 
 
 class DecisionExporter(Collector):
@@ -61,21 +73,18 @@ class DecisionExporter(Collector):
     def exported(self, namespace: str, variant: str) -> ExportedDecision | None:
         return self._decisions.get((namespace, variant))
 
+    def of_namespace(self, namespace: str) -> list[ExportedDecision]:
+        return [decision for decision in self._decisions.values() if decision.namespace == namespace]
+
     def collect(self) -> Iterable[Metric]:
         instance_name = ["controller_instance"] if self._instance else []
         instance = [self._instance] if self._instance else []
         names = ["variant_name", "namespace", "accelerator_type", *instance_name]
-        families = {
-            "wva_desired_replicas": (_DESIRED_HELP, lambda d: d.desired),
-            "wva_optimized_replicas": (f"{_DESIRED_HELP} Older name.", lambda d: d.desired),
-            "wva_current_replicas": ("Replicas that the scale target asks for.", lambda d: d.current),
-            "wva_desired_ratio": ("Desired over current replicas.", lambda d: d.ratio),
-        }  # fmt: skip
-        for name, (help_, value) in families.items():
-            gauge = GaugeMetricFamily(name, help_, labels=names)
+        for name, exported in GAUGES.items():
+            gauge = GaugeMetricFamily(name, exported.help, labels=names)
             for decision in self._decisions.values():
                 labels = [decision.variant, decision.namespace, decision.accelerator, *instance]
-                gauge.add_metric(labels, float(value(decision)))
+                gauge.add_metric(labels, float(exported.value(decision)))
             yield gauge
         counter = CounterMetricFamily(
             "wva_replica_scaling",

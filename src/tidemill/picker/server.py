@@ -21,11 +21,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tidemill.api.picker_config import EndpointPickerConfig
+from tidemill.kube import tls
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import PickerQueue
-from tidemill.picker import tls
 from tidemill.picker.director import DirectorOptions, PickerDirector
 from tidemill.picker.extproc.exchange import Exchange, StreamInfo
 from tidemill.picker.health import HealthServer
@@ -203,7 +203,9 @@ class Picker:
 
         if options.secure:
             self._pair = (
-                tls.self_signed(utc_now()) if options.cert_path is None else tls.read_pair(options.cert_path)
+                tls.self_signed("tidemill-picker", utc_now())
+                if options.cert_path is None
+                else tls.read_pair(options.cert_path)
             )
             if options.cert_path is not None and options.cert_reload:
                 self._spawn(tls.watch_pair(options.cert_path, self._use_pair))

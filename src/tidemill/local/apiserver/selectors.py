@@ -6,20 +6,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+from tidemill.kube.selectors import label_selector
 from tidemill.local.apiserver.status import bad_request
 
 Json: TypeAlias = dict[str, Any]
 Predicate: TypeAlias = Callable[[Json], bool]
-
-_TERM = re.compile(
-    r"""\s*(?:
-        (?P<set_key>[^\s!=,()]+)\s+(?P<set_op>in|notin)\s*\((?P<values>[^)]*)\)
-      | (?P<key>[^\s!=,()]+)\s*(?P<op>==|=|!=)\s*(?P<value>[^\s,()]*)
-      | !\s*(?P<absent>[^\s!=,()]+)
-      | (?P<present>[^\s!=,()]+)
-    )\s*(?:,|$)""",
-    re.VERBOSE,
-)
 
 # Fields that selectors may name, beside metadata.name and metadata.namespace.
 SELECTABLE: Mapping[str, Collection[str]] = {
@@ -39,32 +30,11 @@ def label_predicate(selector: str) -> Predicate | None:
     """None for the selector that takes everything. Raises StatusError 400."""
     if not selector.strip():
         return None
-    tests: list[Callable[[Mapping[str, str]], bool]] = []
-    end = 0
-    while end < len(selector):
-        match = _TERM.match(selector, end)
-        if match is None:
-            raise bad_request(f"unable to parse requirement: found {selector[end:]!r} in {selector!r}")
-        tests.append(_label_test(match))
-        end = match.end()
-    return lambda obj: all(test(obj["metadata"].get("labels") or {}) for test in tests)
-
-
-def _label_test(match: re.Match[str]) -> Callable[[Mapping[str, str]], bool]:
-    if (key := match["set_key"]) is not None:
-        values = {value.strip() for value in match["values"].split(",")}
-        if match["set_op"] == "in":
-            return lambda labels: key in labels and labels[key] in values
-        return lambda labels: key not in labels or labels[key] not in values
-    if (key := match["key"]) is not None:
-        value = match["value"]
-        if match["op"] == "!=":
-            return lambda labels: labels.get(key) != value
-        return lambda labels: labels.get(key) == value
-    if (key := match["absent"]) is not None:
-        return lambda labels: key not in labels
-    present = match["present"]
-    return lambda labels: present in labels
+    try:
+        test = label_selector(selector)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    return lambda obj: test(obj["metadata"].get("labels") or {})
 
 
 def field_predicate(selector: str, plural: str) -> Predicate | None:

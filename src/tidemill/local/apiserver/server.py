@@ -23,10 +23,13 @@ from aiohttp import web
 
 from tidemill.kube.clock import utc_now
 from tidemill.local.apiserver import openapi, protobuf
+from tidemill.local.apiserver.aggregation import Aggregator
 from tidemill.local.apiserver.gc import GarbageCollector
 from tidemill.local.apiserver.kinds import CRDS, Kind, Kinds
 from tidemill.local.apiserver.patch import json_patch, merge_patch, strategic_merge_patch
+from tidemill.local.apiserver.rbac import User
 from tidemill.local.apiserver.registry import Registry
+from tidemill.local.apiserver.reviews import review
 from tidemill.local.apiserver.selectors import Predicate, field_predicate, label_predicate
 from tidemill.local.apiserver.status import StatusError, bad_request, gone
 from tidemill.local.apiserver.store import Change, Store
@@ -85,6 +88,7 @@ class ApiServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._proxy: aiohttp.ClientSession | None = None
+        self._aggregator = Aggregator(self.store, tls)
         self._stopping = False
 
     @property
@@ -99,12 +103,14 @@ class ApiServer:
         for name in ("default", "kube-system"):
             if self.store.get("namespaces", ("", name)) is None:
                 self._create_namespace(name)
+        self._tell_extension_servers()
         self._stopping = False
         collector = GarbageCollector(self.registry)
         self._tasks = [asyncio.create_task(collector.run())]
         if self._data_file is not None:
             self._tasks.append(asyncio.create_task(self._save_changes(self._data_file)))
         self._proxy = aiohttp.ClientSession(auto_decompress=False)
+        await self._aggregator.start()
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -126,6 +132,7 @@ class ApiServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._proxy is not None:
             await self._proxy.close()
+        await self._aggregator.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._data_file is not None:
@@ -172,6 +179,17 @@ class ApiServer:
         self.registry.create(kind, "", {"metadata": {"name": name, "labels": labels}})
         self.registry.create(accounts, name, {"metadata": {"name": "default"}})
 
+    def _tell_extension_servers(self) -> None:
+        """The authority is a new one with every start."""
+        kind = self.kinds.find("", "v1", "configmaps")
+        assert kind is not None
+        told = self._aggregator.authentication()
+        name = told["metadata"]["name"]
+        if self.store.get(kind.collection, ("kube-system", name)) is None:
+            self.registry.create(kind, "kube-system", told)
+        else:
+            self.registry.update(kind, "kube-system", name, lambda old: {**old, "data": told["data"]})
+
     async def _save_changes(self, path: Path) -> None:
         changed = asyncio.Event()
         self.store.observers.append(lambda collection, change: changed.set())
@@ -194,19 +212,30 @@ class ApiServer:
             if path in ("/healthz", "/livez", "/readyz"):
                 return web.Response(text="ok")
             user = self._authenticate(request)
+            if (service := self._aggregator.find(path)) is not None:
+                return await self._aggregator.forward(request, service, user)
             if (fixed := self._discovery(path)) is not None:
                 return _json(fixed)
             target = self._target(path)
-            return await self._serve(request, target, user)
+            if request.method == "POST" and (answer := await self._review(request, target, user)) is not None:
+                return _json(answer, 201)
+            return await self._serve(request, target)
         except StatusError as error:
             return _json(error.body(), error.code)
 
-    def _authenticate(self, request: web.Request) -> str:
+    async def _review(self, request: web.Request, target: _Target, user: User) -> Json | None:
+        if not target.kind.resource.group.startswith("auth"):
+            return None
+        body = await _body(request)
+        kind = target.kind.resource.kind
+        return review(kind, body, store=self.store, tokens=self.tokens, asker=user)
+
+    def _authenticate(self, request: web.Request) -> User:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         user = self.tokens.get(token.strip()) if scheme.lower() == "bearer" else None
         if user is None:
             raise StatusError(401, "Unauthorized", "Unauthorized")
-        return user
+        return User.named(user)
 
     def _discovery(self, path: str) -> Json | None:
         parts = path.strip("/").split("/")
@@ -243,6 +272,9 @@ class ApiServer:
         for kind in self.kinds:
             group, version = kind.resource.group, kind.resource.version
             if group and version not in versions.setdefault(group, []):
+                versions[group].append(version)
+        for group, version in self._aggregator.groups():
+            if version not in versions.setdefault(group, []):
                 versions[group].append(version)
         return [
             {
@@ -307,7 +339,7 @@ class ApiServer:
             raise StatusError(404, "NotFound", "the server could not find the requested resource")
         return _Target(kind, namespace, name, sub, "/".join(t for t in tail if t))
 
-    async def _serve(self, request: web.Request, target: _Target, user: str) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, target: _Target) -> web.StreamResponse:
         match request.method, bool(target.name), target.sub:
             case "GET", False, _:
                 watching = request.query.get("watch") in ("true", "1")

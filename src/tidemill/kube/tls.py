@@ -1,4 +1,4 @@
-"""Certificates of the gRPC port: the operator's, read again when they change, or one signed by itself."""
+"""Certificates of ports that serve TLS: the operator's, read again when they change, or one signed by itself."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class KeyPair:
     key: bytes
 
 
-def self_signed(now: dt.datetime) -> KeyPair:
-    """A certificate for a gateway that encrypts without asking who answers, as the original's default is."""
+def self_signed(common_name: str, now: dt.datetime) -> KeyPair:
+    """A certificate for clients that encrypt without asking who answers."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tidemill-picker")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -60,11 +60,11 @@ def read_pair(directory: Path) -> KeyPair:
     return pair
 
 
-def server_context(pair: KeyPair) -> ssl.SSLContext:
-    """A context that offers HTTP/2. Raises ssl.SSLError."""
+def server_context(pair: KeyPair, *, protocol: str = "h2") -> ssl.SSLContext:
+    """A context that offers HTTP/2, or another `protocol` (ALPN). Raises ssl.SSLError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([protocol])
     load(context, pair)
     return context
 
