@@ -75,9 +75,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(directory: Path) -> AsyncIterator[Scene]:
+async def scene(directory: Path, *, hpa_seconds: float = 15.0) -> AsyncIterator[Scene]:
     program("envoy")
-    async with LocalCluster() as cluster:
+    async with LocalCluster(hpa_seconds=hpa_seconds) as cluster:
         for crd in (variant_autoscaling_crd(), *inference_crds()):
             await cluster.client.create(CRDS, crd)
         pods: Informer[PodView] = Informer(cluster.client, PODS, decode=pod_view)

@@ -1,4 +1,5 @@
-"""Scalers that stand for a variant: an HPA or a KEDA ScaledObject annotated `llm-d.ai/managed: "true"`.
+"""Scalers that stand for a variant: an HPA or a KEDA ScaledObject annotated `llm-d.ai/managed: "true"`, or a
+ScaledObject whose external trigger names a model.
 
 Such a scaler says everything that a VariantAutoscaling would, so no object of that kind is needed. KServe's
 LLMInferenceService writes these annotations.
@@ -25,6 +26,8 @@ _ORIGIN = {
 }
 
 
+# Of an external trigger's metadata.
+TRIGGER_MODEL, TRIGGER_COST, TRIGGER_VARIANT = "modelID", "variantCost", "variantName"
 PAUSED_REPLICAS, PAUSED = "autoscaling.keda.sh/paused-replicas", "autoscaling.keda.sh/paused"
 
 
@@ -39,10 +42,23 @@ def paused(obj: Mapping[str, Any]) -> str:
 
 
 def is_managed(obj: Mapping[str, Any]) -> bool:
-    """Whether a scaler asks to be a variant. An HPA that KEDA made for a ScaledObject is none of its own."""
-    metadata = obj["metadata"]
-    owned = any(owner.get("kind") == "ScaledObject" for owner in metadata.get("ownerReferences") or ())
-    return not owned and (metadata.get("annotations") or {}).get(MANAGED_ANNOTATION) == "true"
+    """Whether a scaler asks to be a variant."""
+    annotated = (obj["metadata"].get("annotations") or {}).get(MANAGED_ANNOTATION) == "true"
+    return not made_by_keda(obj) and (annotated or bool(_trigger(obj)))
+
+
+def made_by_keda(obj: Mapping[str, Any]) -> bool:
+    """Whether it is the HPA of a ScaledObject, and none of its own."""
+    return any(owner.get("kind") == "ScaledObject" for owner in obj["metadata"].get("ownerReferences") or ())
+
+
+def _trigger(obj: Mapping[str, Any]) -> Mapping[str, str]:
+    """Metadata of the trigger of a ScaledObject that asks an external scaler about a model; empty without one."""
+    for trigger in (obj.get("spec") or {}).get("triggers") or ():
+        metadata = trigger.get("metadata") or {}
+        if trigger.get("type") in ("external", "external-push") and metadata.get(TRIGGER_MODEL):
+            return metadata
+    return {}
 
 
 def bounds(kind: ScalerKind, spec: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -61,7 +77,12 @@ def synthetic_variant(kind: ScalerKind, obj: Mapping[str, Any]) -> VariantAutosc
     Raises InvalidObjectError; the problems name the scaler and its annotations.
     """
     metadata, spec = obj["metadata"], obj.get("spec") or {}
-    annotations = metadata.get("annotations") or {}
+    trigger = _trigger(obj)
+    said = {MODEL_ID_ANNOTATION: trigger.get(TRIGGER_MODEL), VARIANT_COST_ANNOTATION: trigger.get(TRIGGER_COST)}
+    annotations = {
+        **{key: value for key, value in said.items() if value is not None},
+        **(metadata.get("annotations") or {}),
+    }
     name = f"{kind} {metadata.get('namespace')}/{metadata.get('name')}"
     target = spec.get("scaleTargetRef") or {}
     low, high = bounds(kind, spec)

@@ -23,6 +23,7 @@ from tidemill.autoscaler.decisions import Decision, DecisionStore
 from tidemill.autoscaler.engine import Engine
 from tidemill.autoscaler.external_metrics import external_metrics_app
 from tidemill.autoscaler.instruments import Instruments
+from tidemill.autoscaler.keda_scaler import KedaScaler
 from tidemill.autoscaler.learned import LearnedStore
 from tidemill.autoscaler.reconciler import Reconciler, ref_of
 from tidemill.autoscaler.scalers import Finding, findings
@@ -76,6 +77,7 @@ class ControllerOptions:
     health_address: str = ":8081"
     external_metrics_address: str = "0"
     external_metrics_cert_dir: Path | None = None  # with tls.crt and tls.key; None signs a pair itself
+    keda_scaler_address: str = "0"
     lease: LeaseConfig | None = None
     picker_metrics: tuple[str, ...] = ()  # URLs of endpoint pickers' metrics
     dry_run: bool = False
@@ -172,6 +174,7 @@ class Controller:
     async def run(self) -> None:
         options = self._options
         runners: list[web.AppRunner] = []
+        keda = KedaScaler(exporter=self.exporter, numbers=self._numbers, variant_of=self._variant_of)
         try:
             health = health_app(
                 ready=lambda: self.ready, is_leader=lambda: self._leading, decisions=self.decisions
@@ -183,6 +186,8 @@ class Controller:
             async with asyncio.TaskGroup() as group:
                 if options.external_metrics_address != "0":
                     runners.append(await self._serve_external_metrics(group))
+                if options.keda_scaler_address != "0":
+                    await keda.listen(options.keda_scaler_address, flag="--keda-scaler-bind-address")
                 group.create_task(self.world.run())
                 group.create_task(self.recorder.run())
                 await self.world.wait_synced()
@@ -197,6 +202,7 @@ class Controller:
                         await self._pickers.close()
         finally:
             await self.recorder.flush_quietly()
+            await keda.stop()
             for runner in runners:
                 await runner.cleanup()
 
@@ -231,6 +237,12 @@ class Controller:
             current = 0 if target is None else target.replicas
             found.append(ExportedDecision(key.name, namespace, alloc.accelerator, alloc.num_replicas, current))
         return found
+
+    def _variant_of(self, namespace: str, scaled_object: str) -> str | None:
+        """The variant that decides for the target of a ScaledObject."""
+        scaler = self.world.scaled_objects.store.get(ObjectKey(namespace, scaled_object))
+        decider = None if scaler is None or scaler.target is None else self.world.decider(scaler.target)
+        return None if decider is None else decider.key.name
 
     async def _compete(self, source: MetricsSource) -> None:
         if self._options.lease is None:
@@ -278,7 +290,7 @@ class Controller:
     def _periodic_pass(self) -> None:
         for key, _ in self.world.variants.store.items():
             self._enqueue(key)
-        present = set(findings(self.world))
+        present = set(findings(self.world, writes=self._options.actuation is ActuationMode.SCALE))
         for finding in sorted(present - self._found, key=lambda f: (str(f.about), f.message)):
             self._emit(finding.about, "Warning", finding.reason, finding.message)
         self._found = present

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tidemill.api.names import ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
+from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.accelerators import accelerator_of, products_of
 from tidemill.autoscaler.views import ScalerView, ValidVariant, usable
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS, World, scaler_ref
@@ -19,8 +20,9 @@ class Finding:
     message: str
 
 
-def findings(world: World) -> Iterator[Finding]:
-    """Everything that is wrong at present."""
+def findings(world: World, *, writes: bool) -> Iterator[Finding]:
+    """Everything that is wrong at present. `writes` says that this autoscaler moves replicas itself."""
+    yield from _movers(world, writes=writes)
     for informer in (world.scaled_objects, world.hpas):
         for scaler in informer.store:
             yield from _annotations(scaler)
@@ -37,6 +39,24 @@ def findings(world: World) -> Iterator[Finding]:
                     f"no label {ACCELERATOR_LABEL}, and {variant.spec.target} selects none of the products that "
                     f"nodes have ({', '.join(products)}): it is reported as {UNKNOWN_ACCELERATOR!r}",
                 )
+
+
+def _movers(world: World, *, writes: bool) -> Iterator[Finding]:
+    """Targets that more than one moves: each undoes what the other does."""
+    movers: dict[TargetRef, list[ScalerView]] = {}
+    for informer in (world.scaled_objects, world.hpas):
+        for scaler in informer.store:
+            if scaler.target is not None and not scaler.made and not scaler.paused:
+                movers.setdefault(scaler.target, []).append(scaler)
+    for target, scalers in movers.items():
+        names = [f"{scaler.kind} {scaler.key.name}" for scaler in scalers]
+        decider = world.decider(target) if writes else None
+        if decider is not None:
+            names.append(f"this autoscaler for {_word(decider)} {decider.key.name} (--actuation scale)")
+        if len(names) > 1:
+            message = f"{target} is moved by {' and by '.join(names)}, which undo each other: leave one of them"
+            for scaler in scalers:
+                yield Finding(_ref(scaler), "SeveralScalers", message)
 
 
 def _annotations(scaler: ScalerView) -> Iterator[Finding]:

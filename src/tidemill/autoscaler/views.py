@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.api.managed_scaler import ScalerKind, is_managed, paused, synthetic_variant
+from tidemill.api.managed_scaler import ScalerKind, is_managed, made_by_keda, paused, synthetic_variant
 from tidemill.api.names import (
     ACCELERATOR_KEYS,
     CONFIG_ENABLED_LABEL,
@@ -175,6 +175,7 @@ class ScalerView:
     follows: tuple[str, ...]
     target: TargetRef | None
     paused: str = ""  # by which annotation
+    made: bool = False  # by KEDA, for a ScaledObject
 
 
 class VariantDecoder:
@@ -231,6 +232,7 @@ def scaler_view(kind: ScalerKind, obj: Json) -> ScalerView:
         follows=tuple(_followed(spec)),
         target=_scale_target(key.namespace, spec),
         paused=paused(obj) if kind == "ScaledObject" else "",
+        made=made_by_keda(obj),
     )
 
 

@@ -46,6 +46,7 @@ async def serve(
     health_address: str,
     external_metrics_address: str,
     external_metrics_cert_dir: str | None,
+    keda_scaler_address: str,
     leader_elect: bool,
     lease: tuple[str, str, str],
     picker_metrics: list[str],
@@ -73,6 +74,7 @@ async def serve(
             health_address=health_address,
             external_metrics_address=external_metrics_address,
             external_metrics_cert_dir=Path(external_metrics_cert_dir) if external_metrics_cert_dir else None,
+            keda_scaler_address=keda_scaler_address,
             lease=lease_config(namespace, identity, duration=duration, renew_deadline=renew, retry_period=retry)
             if leader_elect
             else None,

@@ -183,6 +183,13 @@ def autoscaler(
             help="Directory with its tls.crt and tls.key, read again when they change; else self-signed."
         ),
     ] = None,
+    keda_scaler_bind_address: Annotated[
+        str,
+        typer.Option(
+            envvar="KEDA_SCALER_BIND_ADDRESS",
+            help="host:port of the KEDA external scaler (gRPC), for triggers of type external; 0 turns it off.",
+        ),
+    ] = "0",
     leader_elect: Annotated[bool, typer.Option(help="Elect one leader among several replicas.")] = False,
     leader_election_lease_duration: Annotated[str, typer.Option(help="Others take over after this.")] = "60s",
     leader_election_renew_deadline: Annotated[str, typer.Option(help="A leader gives up after this.")] = "50s",
@@ -211,6 +218,7 @@ def autoscaler(
             health_address=health_probe_bind_address,
             external_metrics_address=external_metrics_bind_address,
             external_metrics_cert_dir=external_metrics_cert_dir,
+            keda_scaler_address=keda_scaler_bind_address,
             leader_elect=leader_elect,
             lease=(
                 leader_election_lease_duration,

@@ -52,9 +52,16 @@ class DecisionExporter(Collector):
         self._instance = instance
         self._decisions: dict[tuple[str, str], ExportedDecision] = {}
         self._scalings: Counter[tuple[str, str, str, str, str]] = Counter()
+        self._observers: list[Callable[[], None]] = []
+
+    def observe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Have `changed` called whenever a number may be another one. Gives how to end that."""
+        self._observers.append(changed)
+        return lambda: self._observers.remove(changed)
 
     def publish(self, decision: ExportedDecision) -> None:
         self._decisions[decision.namespace, decision.variant] = decision
+        self._tell()
 
     def count_scaling(self, decision: ExportedDecision, *, direction: str, reason: str) -> None:
         key = (decision.variant, decision.namespace, direction, reason, decision.accelerator)
@@ -65,10 +72,16 @@ class DecisionExporter(Collector):
         self._decisions.pop((namespace, variant), None)
         for key in [k for k in self._scalings if (k[1], k[0]) == (namespace, variant)]:
             del self._scalings[key]
+        self._tell()
 
     def clear(self) -> None:
         self._decisions.clear()
         self._scalings.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        for changed in self._observers:
+            changed()
 
     def exported(self, namespace: str, variant: str) -> ExportedDecision | None:
         return self._decisions.get((namespace, variant))
