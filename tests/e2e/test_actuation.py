@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from tests.conftest import eventually
-from tests.e2e.test_capacity import NAME, NAMESPACE, container_of, controller, overload, scene, variant
-from tests.integration.test_external_metrics import API_SERVICES, SERVICES
+import yaml
+from tests.conftest import eventually, program
+from tests.e2e.test_capacity import NAME, NAMESPACE, Scene, overload, scene, variant
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.cli.demo import manifests
@@ -19,28 +20,62 @@ from tidemill.cli.demo.gateway import serves
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS
 
-PORT = 6443
-PERCENTAGES = {"default": "kvCacheThreshold: 0.80\nqueueLengthThreshold: 5"}
+BASE = Path(__file__).parents[2] / "deploy" / "base"
+SERVICE_ACCOUNT = f"system:serviceaccount:{DEFAULT_NAMESPACE}:controller-manager"
+OVERLAY = """
+resources: [{base}]
+patches:
+- patch: |-
+    apiVersion: v1
+    kind: ConfigMap
+    metadata: {{name: wva-manager-config, namespace: workload-variant-autoscaler-system}}
+    data: {{GLOBAL_OPT_INTERVAL: 1s}}
+"""
 
 
-def external_metrics() -> list[Any]:
-    """What registers the autoscaler's API with the cluster."""
-    service = {
-        "metadata": {"name": "wva-external-metrics"},
-        "spec": {
-            "selector": {"control-plane": "controller-manager"},
-            "ports": [{"name": "https", "port": 443, "targetPort": "external"}],
-        },
+async def install(there: Scene) -> None:
+    """As a user does it, with kubectl and an overlay of the project's manifests."""
+    overlay = there.directory / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(OVERLAY.format(base=os.path.relpath(BASE, overlay)))
+    process = await asyncio.create_subprocess_exec(
+        program("kubectl"), "--kubeconfig", str(there.cluster.kubeconfig), "apply", "-k", str(overlay),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode == 0, out.decode()
+
+
+def granted() -> set[tuple[str, str, str]]:
+    """Verb, group and resource of all that the manifests allow the autoscaler."""
+    rules: list[Any] = [
+        {"verbs": ["get"], "apiGroups": [""], "resources": ["configmaps"]}
+    ]  # of the cluster's role
+    for role in yaml.safe_load_all((BASE / "rbac.yaml").read_text()):
+        rules += role.get("rules") or ()
+    return {
+        (verb, group, resource)
+        for rule in rules
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
     }
-    registered = {
-        "metadata": {"name": "v1beta1.external.metrics.k8s.io"},
-        "spec": {
-            "group": "external.metrics.k8s.io", "version": "v1beta1", "insecureSkipTLSVerify": True,
-            "groupPriorityMinimum": 100, "versionPriority": 100,
-            "service": {"namespace": DEFAULT_NAMESPACE, "name": "wva-external-metrics", "port": 443},
-        },
-    }  # fmt: skip
-    return [(SERVICES, DEFAULT_NAMESPACE, service), (API_SERVICES, None, registered)]
+
+
+# Granted, and of no use in this scenario.
+ELSEWHERE = {
+    # Kinds that this cluster does not serve.
+    *((verb, "keda.sh", "scaledobjects") for verb in ("list", "watch")),
+    *((verb, "monitoring.coreos.com", "servicemonitors") for verb in ("list", "watch")),
+    *((verb, "resource.k8s.io", "resourceclaims") for verb in ("list", "watch")),
+    *((verb, "inference.networking.x-k8s.io", "inferencepools") for verb in ("list", "watch")),
+    # What was learned is kept when more than percentages decide.
+    ("create", "", "configmaps"),
+    ("patch", "", "configmaps"),
+    ("patch", "", "events"),  # an event that repeats
+    ("create", "authentication.k8s.io", "tokenreviews"),  # who asks the external metrics API directly
+    ("patch", "apps", "deployments/scale"),  # waking from 0, and --actuation scale
+}
 
 
 def hpa() -> Any:
@@ -65,13 +100,12 @@ def hpa() -> Any:
 
 @pytest.mark.timeout(180)
 async def test_load_rises_and_falls_and_an_hpa_follows(tmp_path: Path) -> None:
-    """No Prometheus, no adapter: the HPA asks the API server, which asks the autoscaler."""
-    async with scene(tmp_path, hpa_seconds=1.0) as there:
+    """Installed from deploy/base with its roles enforced, and without Prometheus or an adapter: the HPA asks the
+    API server, which asks the autoscaler."""
+    async with scene(tmp_path, hpa_seconds=1.0, authorize=True) as there:
         await there.create(variant(kv_blocks=512, maxReplicas=6))
-        flags = ["--actuation", "metrics", "--external-metrics-bind-address", f"$(POD_IP):{PORT}"]
-        objects = controller(*flags, saturation=PERCENTAGES)
-        container_of(objects)["ports"].append({"name": "external", "containerPort": PORT})
-        await there.create([*objects, *external_metrics(), hpa()])
+        await install(there)
+        await there.create([hpa()])
         await eventually(lambda: any(serves(pod) for pod in there.pods.store), within=60)
 
         async def active() -> bool:
@@ -101,3 +135,5 @@ async def test_load_rises_and_falls_and_an_hpa_follows(tmp_path: Path) -> None:
         await eventually(shrunk, within=60)
         sentences = await there.sentences(NAME)
         assert any("one more of" in sentence for sentence in sentences)
+        used = {(a.verb, a.group, a.resource) for name, a in there.cluster.server.used if name == SERVICE_ACCOUNT}
+        assert granted() - used <= ELSEWHERE

@@ -49,6 +49,7 @@ class Scene:
     client: KubeClient
     pods: Informer[PodView]
     directory: Path
+    cluster: LocalCluster
 
     async def create(self, objects: Iterable[manifests.Manifest]) -> None:
         for resource, namespace, body in objects:
@@ -75,15 +76,15 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(directory: Path, *, hpa_seconds: float = 15.0) -> AsyncIterator[Scene]:
+async def scene(directory: Path, *, hpa_seconds: float = 15.0, authorize: bool = False) -> AsyncIterator[Scene]:
     program("envoy")
-    async with LocalCluster(hpa_seconds=hpa_seconds) as cluster:
+    async with LocalCluster(hpa_seconds=hpa_seconds, authorize=authorize) as cluster:
         for crd in (variant_autoscaling_crd(), *inference_crds()):
             await cluster.client.create(CRDS, crd)
         pods: Informer[PodView] = Informer(cluster.client, PODS, decode=pod_view)
         watching = asyncio.create_task(pods.run())
         try:
-            yield Scene(cluster.client, pods, directory)
+            yield Scene(cluster.client, pods, directory, cluster)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

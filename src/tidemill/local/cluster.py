@@ -29,6 +29,7 @@ class LocalCluster:
 
     Without a `directory` everything lies in a temporary one and is gone afterwards; with `keep_data`
     objects survive a restart in the same directory. HPAs are looked at each `hpa_seconds`.
+    With `authorize` roles are enforced; without, every pod may do everything.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class LocalCluster:
         bookmark_seconds: float = 30.0,
         workloads: bool = True,
         hpa_seconds: float = 15.0,
+        authorize: bool = False,
         now: Callable[[], dt.datetime] = utc_now,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="tidemill-") if directory is None else None
@@ -53,6 +55,7 @@ class LocalCluster:
             tls=issue(self.directory / "pki", names=["127.0.0.1", "localhost"], now=now()),
             history=history,
             bookmark_seconds=bookmark_seconds,
+            authorize=authorize,
             data_file=self.directory / "cluster.json" if keep_data else None,
             now=now,
         )

@@ -27,7 +27,7 @@ from tidemill.local.apiserver.aggregation import Aggregator
 from tidemill.local.apiserver.gc import GarbageCollector
 from tidemill.local.apiserver.kinds import CRDS, Kind, Kinds
 from tidemill.local.apiserver.patch import json_patch, merge_patch, strategic_merge_patch
-from tidemill.local.apiserver.rbac import User
+from tidemill.local.apiserver.rbac import Attributes, User, allowed
 from tidemill.local.apiserver.registry import Registry
 from tidemill.local.apiserver.reviews import review
 from tidemill.local.apiserver.selectors import Predicate, field_predicate, label_predicate
@@ -60,7 +60,8 @@ class _Target:
 
 
 class ApiServer:
-    """Serves HTTPS on `host`:`port`. Every request needs a bearer token that `tokens` knows."""
+    """Serves HTTPS on `host`:`port`. Every request needs a bearer token that `tokens` knows; with `authorize` also
+    a role that allows it, and `used` has what was allowed to whom."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ApiServer:
         tls: ServingFiles,
         history: int = 1000,
         bookmark_seconds: float = 30.0,
+        authorize: bool = False,
         data_file: Path | None = None,
         now: Callable[[], dt.datetime] = utc_now,
     ) -> None:
@@ -83,6 +85,8 @@ class ApiServer:
         self.pod_logs: PodLogs | None = None
         self._now = now
         self._bookmark_seconds = bookmark_seconds
+        self._authorize = authorize
+        self.used: set[tuple[str, Attributes]] = set()
         self._data_file = data_file
         self._snapshots: OrderedDict[str, tuple[int, list[Json]]] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
@@ -180,7 +184,8 @@ class ApiServer:
         self.registry.create(accounts, name, {"metadata": {"name": "default"}})
 
     def _tell_extension_servers(self) -> None:
-        """The authority is a new one with every start."""
+        """How this server makes itself known, and the role that may read it. The authority is a new one with every
+        start."""
         kind = self.kinds.find("", "v1", "configmaps")
         assert kind is not None
         told = self._aggregator.authentication()
@@ -189,6 +194,15 @@ class ApiServer:
             self.registry.create(kind, "kube-system", told)
         else:
             self.registry.update(kind, "kube-system", name, lambda old: {**old, "data": told["data"]})
+        roles = self.kinds.find("rbac.authorization.k8s.io", "v1", "roles")
+        assert roles is not None
+        reader = f"{name}-reader"
+        if self.store.get(roles.collection, ("kube-system", reader)) is None:
+            rule = {
+                "apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name],
+                "verbs": ["get", "list", "watch"],
+            }  # fmt: skip
+            self.registry.create(roles, "kube-system", {"metadata": {"name": reader}, "rules": [rule]})
 
     async def _save_changes(self, path: Path) -> None:
         changed = asyncio.Event()
@@ -213,10 +227,12 @@ class ApiServer:
                 return web.Response(text="ok")
             user = self._authenticate(request)
             if (service := self._aggregator.find(path)) is not None:
+                self._check(user, _aggregated(path))
                 return await self._aggregator.forward(request, service, user)
             if (fixed := self._discovery(path)) is not None:
                 return _json(fixed)
             target = self._target(path)
+            self._check(user, _attributes(request, target))
             if request.method == "POST" and (answer := await self._review(request, target, user)) is not None:
                 return _json(answer, 201)
             return await self._serve(request, target)
@@ -229,6 +245,22 @@ class ApiServer:
         body = await _body(request)
         kind = target.kind.resource.kind
         return review(kind, body, store=self.store, tokens=self.tokens, asker=user)
+
+    def _check(self, user: User, wanted: Attributes | None) -> None:
+        """Raises StatusError 403. Looking around (None) is for everybody."""
+        if not self._authorize or wanted is None:
+            return
+        if not allowed(self.store, user, wanted):
+            scope = f'in the namespace "{wanted.namespace}"' if wanted.namespace else "at the cluster scope"
+            name = f' "{wanted.name}"' if wanted.name else ""
+            plural = wanted.resource.partition("/")[0]
+            qualified = f"{plural}.{wanted.group}" if wanted.group else plural
+            raise StatusError(
+                403, "Forbidden",
+                f'{qualified}{name} is forbidden: User "{user.name}" cannot {wanted.verb} resource '
+                f'"{wanted.resource}" in API group "{wanted.group}" {scope}',
+            )  # fmt: skip
+        self.used.add((user.name, wanted))
 
     def _authenticate(self, request: web.Request) -> User:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -600,6 +632,39 @@ class ApiServer:
             raise StatusError(
                 503, "ServiceUnavailable", f"error trying to reach pod {name} on port {port}: {error}"
             ) from None
+
+
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
+
+
+def _attributes(request: web.Request, target: _Target) -> Attributes:
+    """What a request is about, as authorization sees it."""
+    verb = _VERBS.get(request.method)
+    if request.method == "GET":
+        watching = request.query.get("watch") in ("true", "1")
+        verb = "get" if target.name else "watch" if watching else "list"
+    elif request.method == "DELETE":
+        verb = "delete" if target.name else "deletecollection"
+    resource = target.kind.resource
+    return Attributes(
+        verb=verb or request.method.lower(),
+        group=resource.group,
+        resource=f"{resource.plural}/{target.sub}" if target.sub else resource.plural,
+        namespace=target.namespace,
+        name=target.name,
+    )
+
+
+def _aggregated(path: str) -> Attributes | None:
+    """The same for what another server answers; None for what it says of itself."""
+    match path.strip("/").split("/"):
+        case ["apis", group, _, "namespaces", namespace, plural, *rest]:
+            return Attributes(
+                verb="get" if rest else "list", group=group, resource=plural, namespace=namespace,
+                name=rest[0] if rest else "",
+            )  # fmt: skip
+        case _:
+            return None
 
 
 def _seen_through(change: Change, predicate: Predicate) -> tuple[str, Json] | None:
