@@ -64,13 +64,10 @@ class Experience:
             self._rates.append((now, rate))
         last = self._last
         self._last = {vote.analyzer: (vote.supply, vote.demand) for vote in votes}
-        short = [
-            vote
-            for vote in votes
-            if vote.demand > vote.supply * vote.thresholds.up and _persists(vote, last.get(vote.analyzer))
-        ]
-        if not short:
-            self._shortage.clear()
+        lacking = [vote for vote in votes if vote.demand > vote.supply * vote.thresholds.up]
+        short = [vote for vote in lacking if _persists(vote, last.get(vote.analyzer))]
+        if not lacking or any(vote.supply != last.get(vote.analyzer, (vote.supply,))[0] for vote in lacking):
+            self._shortage.clear()  # it is over, or is one of other replicas
         # While requests become more, what is finished says less than what comes; a rate that falls or stays while
         # replicas are short is what they can do.
         begins = settled and rate is not None and rate <= (1 + RISING) * before

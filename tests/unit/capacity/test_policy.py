@@ -174,7 +174,9 @@ class TestExperience:
         for now in range(0, 300, 5):
             rate = 2.0 + 2.4 * min(1.0, max(0.0, (now - 200) / 60))  # the load steps from 2 to 8, 4.4 are served
             seen = view(1.0, rate=rate)
-            experience.observe(seen, [self.short(seen)] if now >= 200 else [], float(now))
+            demand = Decimal(200_000 + 1000 * now - 40_000 * (now % 15 == 0))  # it climbs, now and then it is less
+            votes = [replace(self.short(seen), demand=demand)] if now >= 200 else []
+            experience.observe(seen, votes, float(now))
         vote = experience.vote(view(0.1, rate=4.4), [])
         assert vote is not None
         assert float(vote.supply) == pytest.approx(4.4, rel=0.02)
