@@ -358,6 +358,21 @@ def explain(
 
 
 @app.command()
+def doctor(
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    kubeconfig: Annotated[str | None, typer.Option(help="Kubeconfig file.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
+    controller_namespace: Annotated[
+        str, typer.Option(help="Namespace of the autoscaler.")
+    ] = "workload-variant-autoscaler-system",
+) -> None:
+    """Say what is wrong with a fleet that does not scale, and what mends it."""
+    from tidemill.cli.doctor.main import doctor as main
+
+    run(main(output=output, kubeconfig=kubeconfig, context=context, controller_namespace=controller_namespace))
+
+
+@app.command()
 def demo(
     duration: Annotated[str, typer.Option(help="How long the load lasts, from 40s on.")] = "90s",
     output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",

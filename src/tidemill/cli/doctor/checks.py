@@ -1,0 +1,317 @@
+"""The checks: pure, each from one reading of the cluster to what is wrong with it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from tidemill.api.variant import ConditionType, TargetRef
+from tidemill.autoscaler.views import InvalidVariant, ScalerView
+from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, Fleet, Right
+from tidemill.kube.clock import parse_time
+from tidemill.kube.conditions import find_condition
+from tidemill.kube.resources import Json, ObjectKey
+
+COUNTS = ("wva_desired_replicas", "wva_optimized_replicas")  # metrics that are a number of replicas
+BAND = 0.1  # tolerance of an HPA that says nothing else
+# From here on a step of one is within the band: 11/10 is not above 1 + BAND.
+STEPS_LOST_FROM = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """One thing that is wrong: with what, what was found, and the command (or the edit) that mends it."""
+
+    about: str
+    found: str
+    mend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A question, what was looked at for it, and the answer."""
+
+    name: str
+    looked_at: str
+    wrong: tuple[Wrong, ...]
+
+
+def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
+    """All checks, in the order in which one would look."""
+    scalers, variants = len(fleet.scalers), len(fleet.variants or ())
+    count = f"{variants} VariantAutoscalings, {scalers} HPAs and ScaledObjects"
+    questions: list[tuple[str, str, Iterable[Wrong]]] = [
+        (
+            "installed",
+            f"CRD, pods labelled control-plane=controller-manager in {fleet.namespace}",
+            _installed(fleet),
+        ),
+        ("leader", f"lease in {fleet.namespace}", _leader(fleet, now)),
+        ("rights", f"access reviews for the service account in {fleet.namespace}", _rights(fleet)),
+        ("valid", count, _valid(fleet)),
+        ("targets", count, _targets(fleet)),
+        ("numbers", "conditions of the VariantAutoscalings", _numbers(fleet)),
+        ("one scaler", count, _one_scaler(fleet)),
+        ("follows", "selectors of the HPAs' metrics", _follows(fleet)),
+        ("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet)),
+        ("limits", "minimum and maximum of scalers and decisions", _limits(fleet)),
+        ("target type", "metric targets of the HPAs", _target_type(fleet)),
+        ("single steps", "behavior of the HPAs", _single_steps(fleet)),
+    ]
+    return [Check(name, looked_at, tuple(found)) for name, looked_at, found in questions]
+
+
+def needed_rights(namespace: str) -> list[Right]:
+    """What the autoscaler does with the API server; deploy/base/rbac.yaml grants just this."""
+    read = {
+        "": ("pods", "nodes", "namespaces", "configmaps"),
+        "apps": ("deployments", "replicasets"),
+        "llmd.ai": ("variantautoscalings",),
+        "autoscaling": ("horizontalpodautoscalers",),
+        "keda.sh": ("scaledobjects",),
+        "inference.networking.k8s.io": ("inferencepools",),
+        "inference.networking.x-k8s.io": ("inferencepools",),
+        "resource.k8s.io": ("resourceclaims",),
+        "monitoring.coreos.com": ("servicemonitors",),
+    }
+    return [
+        *(
+            Right(verb, group, resource)
+            for group, resources in read.items()
+            for resource in resources
+            for verb in ("list", "watch")
+        ),
+        Right("patch", "llmd.ai", "variantautoscalings/status"),
+        Right("create", "", "events"),
+        Right("patch", "", "events"),
+        Right("patch", "apps", "deployments/scale"),
+        Right("create", "authentication.k8s.io", "tokenreviews"),
+        Right("create", "authorization.k8s.io", "subjectaccessreviews"),
+        *(Right(verb, "coordination.k8s.io", "leases", namespace) for verb in ("get", "create", "update")),
+        Right("create", "", "configmaps", namespace),
+    ]
+
+
+def _installed(fleet: Fleet) -> Iterator[Wrong]:
+    if fleet.variants is None:
+        yield Wrong(
+            "CRD variantautoscalings.llmd.ai", "the cluster does not serve it", "tidemill crd | kubectl apply -f -"
+        )
+    if not fleet.controllers:
+        yield Wrong(
+            f"namespace {fleet.namespace}", "no pod of the autoscaler is there",
+            "kubectl apply -k deploy/base; or say where it is: tidemill doctor --controller-namespace NAMESPACE",
+        )  # fmt: skip
+    for pod in fleet.controllers:
+        ready = find_condition((pod.get("status") or {}).get("conditions") or (), "Ready") or {}
+        if ready.get("status") != "True":
+            name = pod["metadata"]["name"]
+            yield Wrong(
+                f"pod {fleet.namespace}/{name}", ready.get("message") or "it is not ready",
+                f"kubectl logs -n {fleet.namespace} {name}; kubectl get --raw "
+                f"/api/v1/namespaces/{fleet.namespace}/pods/{name}:8081/proxy/readyz",
+            )  # fmt: skip
+
+
+def _leader(fleet: Fleet, now: dt.datetime) -> Iterator[Wrong]:
+    if fleet.lease is None or not fleet.controllers:
+        return  # it runs without election, or not at all
+    spec = fleet.lease.get("spec") or {}
+    holder, renewed = spec.get("holderIdentity") or "", spec.get("renewTime")
+    duration = spec.get("leaseDurationSeconds") or 60
+    age = None if renewed is None else (now - parse_time(renewed)).total_seconds()
+    look = f"kubectl logs -n {fleet.namespace} -l control-plane=controller-manager --tail=50"
+    about = f"lease {fleet.namespace}/{fleet.lease['metadata']['name']}"
+    if not holder:
+        yield Wrong(about, "nobody leads: no decision is made", look)
+    elif age is None or age > duration:
+        since = "never" if age is None else f"{age:.0f}s ago, longer than {duration}s"
+        yield Wrong(about, f"{holder} leads and has renewed {since}: no decision is made", look)
+
+
+def _rights(fleet: Fleet) -> Iterator[Wrong]:
+    for right in fleet.missing_rights:
+        yield Wrong(
+            "service account of the autoscaler", f"may not {right}", "kubectl apply -f deploy/base/rbac.yaml"
+        )
+
+
+def _valid(fleet: Fleet) -> Iterator[Wrong]:
+    for variant in fleet.variants or ():
+        if isinstance(variant, InvalidVariant):
+            for problem in variant.problems:
+                yield Wrong(_va(variant.key), str(problem), _edit("va", variant.key))
+    for scaler in fleet.scalers:
+        for problem in scaler.problems:
+            kind = "hpa" if scaler.kind == "HorizontalPodAutoscaler" else "scaledobject"
+            yield Wrong(_scaler(scaler), str(problem), _edit(kind, scaler.key))
+
+
+def _targets(fleet: Fleet) -> Iterator[Wrong]:
+    """A target name that does not match is the first thing to look at (the seed's Troubleshooting)."""
+    for variant in fleet.valid:
+        target = variant.spec.target
+        if target.kind != "Deployment" or ObjectKey(target.namespace, target.name) in fleet.deployments:
+            continue
+        there = sorted(key.name for key in fleet.deployments if key.namespace == target.namespace)
+        close = get_close_matches(target.name, there, n=1)
+        patch = f'{{"spec":{{"scaleTargetRef":{{"name":"{close[0] if close else "NAME"}"}}}}}}'
+        yield Wrong(
+            _va(variant.key),
+            f"spec.scaleTargetRef.name {target.name!r}: no such Deployment in namespace {target.namespace}; there "
+            f"are {', '.join(there) or 'none'}",
+            f"kubectl patch va {variant.key.name} -n {variant.key.namespace} --type=merge -p '{patch}'",
+        )
+
+
+def _numbers(fleet: Fleet) -> Iterator[Wrong]:
+    for variant in fleet.valid:
+        found = find_condition(variant.status.get("conditions") or (), ConditionType.METRICS_AVAILABLE)
+        if found is not None and found["status"] == "False":
+            yield Wrong(
+                _va(variant.key), f"{found.get('reason')}: {found.get('message')}",
+                f"tidemill explain va/{variant.key.name} -n {variant.key.namespace}",
+            )  # fmt: skip
+
+
+def _one_scaler(fleet: Fleet) -> Iterator[Wrong]:
+    movers: dict[TargetRef, list[str]] = {}
+    for scaler in fleet.scalers:
+        if scaler.target is not None and not scaler.made and not scaler.paused:
+            movers.setdefault(scaler.target, []).append(_scaler(scaler))
+    decided = {v.spec.target for v in fleet.valid} | {
+        s.variant.spec.target for s in fleet.scalers if s.variant is not None
+    }
+    for target, names in movers.items():
+        if fleet.writes_replicas and target in decided:
+            names.append("the autoscaler (--actuation scale)")
+        if len(names) > 1:
+            yield Wrong(str(target), f"it is moved by {' and by '.join(names)}", "delete all of them but one")
+
+
+def _follows(fleet: Fleet) -> Iterator[Wrong]:
+    known = {v.key: v.spec.target for v in fleet.valid}
+    known |= {s.key: s.variant.spec.target for s in fleet.scalers if s.variant is not None}
+    for scaler in fleet.scalers:
+        for name in scaler.follows:
+            target = known.get(ObjectKey(scaler.key.namespace, name))
+            if target is None:
+                there = sorted(key.name for key in known if key.namespace == scaler.key.namespace)
+                yield Wrong(
+                    _scaler(scaler),
+                    f"its metric selects variant_name {name!r}, which is no variant of namespace "
+                    f"{scaler.key.namespace}; there are {', '.join(there) or 'none'}",
+                    _edit("hpa", scaler.key),
+                )
+            elif target != scaler.target:
+                yield Wrong(
+                    _scaler(scaler), f"it follows variant {name} of {target}, and scales {scaler.target}",
+                    _edit("hpa", scaler.key),
+                )  # fmt: skip
+
+
+def _external(fleet: Fleet) -> Iterator[Wrong]:
+    users = [hpa for hpa in fleet.hpas if any(_external_metrics(hpa))]
+    if not users:
+        return
+    about = f"APIService {EXTERNAL_METRICS}"
+    if fleet.external_metrics is None:
+        names = ", ".join(hpa["metadata"]["name"] for hpa in users)
+        yield Wrong(
+            about, f"nobody serves it, and HPAs ask for it: {names}",
+            "kubectl apply -f deploy/base/apiservice.yaml, or install prometheus-adapter",
+        )  # fmt: skip
+        return
+    status = fleet.external_metrics.get("status") or {}
+    available = find_condition(status.get("conditions") or (), "Available")
+    if available is not None and available["status"] != "True":
+        service = fleet.external_metrics["spec"].get("service") or {}
+        place = f"{service.get('namespace')}/{service.get('name')}"
+        yield Wrong(
+            about, f"{place} serves it, and is not available: {available.get('message')}",
+            f"kubectl get endpoints -n {service.get('namespace')} {service.get('name')}",
+        )  # fmt: skip
+
+
+def _limits(fleet: Fleet) -> Iterator[Wrong]:
+    """Limits of an HPA that hide what is decided."""
+    decided = {
+        v.key: alloc.num_replicas
+        for v in fleet.valid
+        if (alloc := v.spec.status.desired_optimized_alloc) is not None
+    }
+    for hpa in fleet.hpas:
+        key, spec = ObjectKey.of(hpa), hpa["spec"]
+        low, high = spec.get("minReplicas", 1), spec["maxReplicas"]
+        for name in _followed(hpa):
+            wanted = decided.get(ObjectKey(key.namespace, name))
+            if wanted and not low <= wanted <= high:
+                field, limit = ("maxReplicas", high) if wanted > high else ("minReplicas", low)
+                yield Wrong(
+                    f"HorizontalPodAutoscaler {key}",
+                    f"{wanted} replicas are decided for variant {name}, and {field} {limit} hides it",
+                    f"kubectl patch hpa {key.name} -n {key.namespace} --type=merge "
+                    f'-p \'{{"spec":{{"{field}":{wanted}}}}}\'',
+                )
+
+
+def _target_type(fleet: Fleet) -> Iterator[Wrong]:
+    for hpa in fleet.hpas:
+        for external in _external_metrics(hpa):
+            name, target = external["metric"]["name"], external["target"]
+            if name in COUNTS and target["type"] != "AverageValue":
+                yield Wrong(
+                    f"HorizontalPodAutoscaler {ObjectKey.of(hpa)}",
+                    f"target type {target['type']} multiplies {name} by the current replicas: 3, 9, 27",
+                    f'{_edit("hpa", ObjectKey.of(hpa))}: type AverageValue, averageValue "1"',
+                )
+
+
+def _single_steps(fleet: Fleet) -> Iterator[Wrong]:
+    for hpa in fleet.hpas:
+        key, spec = ObjectKey.of(hpa), hpa["spec"]
+        target = fleet.deployments.get(ObjectKey(key.namespace, spec["scaleTargetRef"]["name"]))
+        counts = any(e["metric"]["name"] in COUNTS for e in _external_metrics(hpa))
+        if target is None or not counts or target.replicas < STEPS_LOST_FROM:
+            continue
+        behavior = spec.get("behavior") or {}
+        if all((behavior.get(way) or {}).get("tolerance") is not None for way in ("scaleUp", "scaleDown")):
+            continue
+        lost = int(target.replicas * BAND + 1e-9)
+        yield Wrong(
+            f"HorizontalPodAutoscaler {key}",
+            f"at {target.replicas} replicas, changes of up to {lost} are within its tolerance and never happen",
+            f"kubectl patch hpa {key.name} -n {key.namespace} --type=merge -p "
+            '\'{"spec":{"behavior":{"scaleUp":{"tolerance":"0"},"scaleDown":{"tolerance":"0"}}}}\'; on Kubernetes '
+            "before 1.35 without the gate HPAConfigurableTolerance: --actuation scale in its place",
+        )
+
+
+def _external_metrics(hpa: Json) -> Iterator[Json]:
+    for metric in hpa["spec"].get("metrics") or ():
+        external = metric.get("external") or {}
+        if (external.get("metric") or {}).get("name", "").startswith("wva_"):
+            yield external
+
+
+def _followed(hpa: Json) -> Iterator[str]:
+    for external in _external_metrics(hpa):
+        selector = external["metric"].get("selector") or {}
+        if external["metric"]["name"] in COUNTS and (
+            name := (selector.get("matchLabels") or {}).get("variant_name")
+        ):
+            yield name
+
+
+def _va(key: ObjectKey) -> str:
+    return f"VariantAutoscaling {key}"
+
+
+def _scaler(scaler: ScalerView) -> str:
+    return f"{scaler.kind} {scaler.key}"
+
+
+def _edit(kind: str, key: ObjectKey) -> str:
+    return f"kubectl edit {kind} {key.name} -n {key.namespace}"

@@ -1,0 +1,145 @@
+"""What the checks look at: one reading of the cluster, through nothing but the API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID
+from tidemill.autoscaler.views import (
+    DeploymentView,
+    InvalidVariant,
+    ScalerView,
+    ValidVariant,
+    VariantDecoder,
+    deployment_view,
+    scaler_view,
+)
+from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
+from tidemill.cli.explain import POD_SELECTOR
+from tidemill.kube.client import KubeClient
+from tidemill.kube.delegated import ACCESS_REVIEWS
+from tidemill.kube.errors import NotFoundError
+from tidemill.kube.resources import (
+    DEPLOYMENTS,
+    HORIZONTAL_POD_AUTOSCALERS,
+    LEASES,
+    PODS,
+    Json,
+    ObjectKey,
+    Resource,
+)
+
+API_SERVICES = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
+EXTERNAL_METRICS = "v1beta1.external.metrics.k8s.io"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Right:
+    """What the autoscaler's service account must be allowed. An empty namespace is the whole cluster."""
+
+    verb: str
+    group: str
+    resource: str
+    namespace: str = ""
+
+    def __str__(self) -> str:
+        where = f" in namespace {self.namespace}" if self.namespace else ""
+        return f"{self.verb} {self.resource}{'.' + self.group if self.group else ''}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Objects as they are. `scalers` are HPAs and ScaledObjects, `hpas` the former as the API server gives them;
+    None is a kind that the cluster does not serve. `missing_rights` are those of the account that runs it."""
+
+    namespace: str
+    variants: tuple[ValidVariant | InvalidVariant, ...] | None
+    deployments: dict[ObjectKey, DeploymentView]
+    scalers: tuple[ScalerView, ...]
+    hpas: tuple[Json, ...]
+    controllers: tuple[Json, ...]  # pods of the autoscaler
+    lease: Json | None
+    external_metrics: Json | None  # the APIService
+    missing_rights: tuple[Right, ...]
+
+    @property
+    def valid(self) -> list[ValidVariant]:
+        return [v for v in self.variants or () if isinstance(v, ValidVariant)]
+
+    @property
+    def flags(self) -> list[str]:
+        """Command lines of the autoscaler's containers."""
+        return [
+            word
+            for pod in self.controllers
+            for container in pod["spec"].get("containers") or ()
+            for word in (*(container.get("command") or ()), *(container.get("args") or ()))
+        ]
+
+    @property
+    def writes_replicas(self) -> bool:
+        flags = self.flags
+        return "--actuation=scale" in flags or ("--actuation", "scale") in pairwise(flags)
+
+
+async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[Right]]) -> Fleet:
+    """A reading; `namespace` is the autoscaler's, `rights` what its account needs there. Raises ApiError."""
+    pods = (await client.list(PODS, namespace, label_selector=POD_SELECTOR)).items
+    account = next((p["spec"].get("serviceAccountName") or "default" for p in pods), "")
+    user = f"system:serviceaccount:{namespace}:{account}"
+    wanted = rights(namespace) if account else []
+    allowed = await asyncio.gather(*(_allowed(client, user, right) for right in wanted))
+    hpas = await _all(client, HORIZONTAL_POD_AUTOSCALERS) or []
+    scaled = await _all(client, SCALED_OBJECTS) or []
+    variants = await _all(client, VARIANT_AUTOSCALINGS)
+    decode = VariantDecoder()
+    return Fleet(
+        namespace=namespace,
+        variants=None if variants is None else tuple(decode(obj) for obj in variants),
+        deployments={view.key: view for view in map(deployment_view, await _all(client, DEPLOYMENTS) or ())},
+        scalers=(
+            *(scaler_view("HorizontalPodAutoscaler", obj) for obj in hpas),
+            *(scaler_view("ScaledObject", obj) for obj in scaled),
+        ),
+        hpas=tuple(hpas),
+        controllers=tuple(pods),
+        lease=await _one(client, LEASES, DEFAULT_LEADER_ELECTION_ID, namespace),
+        external_metrics=await _one(client, API_SERVICES, EXTERNAL_METRICS, None),
+        missing_rights=tuple(right for right, ok in zip(wanted, allowed, strict=True) if not ok),
+    )
+
+
+async def _all(client: KubeClient, resource: Resource) -> list[Json] | None:
+    try:
+        return list((await client.list(resource)).items)
+    except NotFoundError:
+        return None
+
+
+async def _one(client: KubeClient, resource: Resource, name: str, namespace: str | None) -> Json | None:
+    try:
+        return await client.get(resource, name, namespace)
+    except NotFoundError:
+        return None
+
+
+async def _allowed(client: KubeClient, user: str, right: Right) -> bool:
+    namespace = user.split(":")[2]
+    groups = ["system:authenticated", "system:serviceaccounts", f"system:serviceaccounts:{namespace}"]
+    resource, _, sub = right.resource.partition("/")
+    attributes: dict[str, Any] = {
+        "verb": right.verb, "group": right.group, "resource": resource, "subresource": sub,
+        "namespace": right.namespace,
+    }  # fmt: skip
+    body = {
+        "apiVersion": ACCESS_REVIEWS.api_version,
+        "kind": ACCESS_REVIEWS.kind,
+        "metadata": {},
+        "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
+    }
+    review = await client.create(ACCESS_REVIEWS, body)
+    return bool((review.get("status") or {}).get("allowed"))

@@ -1,0 +1,311 @@
+"""`tidemill doctor`: a cluster where nothing is wrong, and the same broken in each way that it knows of."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+from tests.conftest import CRDS, program
+from tests.integration.fleet import NAMESPACE, Fleet, plain_crd
+from tests.integration.test_external_metrics import API_SERVICES, CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
+
+from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE
+from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
+from tidemill.cli.doctor.checks import Check, examine, needed_rights
+from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, read
+from tidemill.kube.clock import rfc3339, utc_now
+from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, Json, Resource
+from tidemill.local.cluster import LocalCluster
+
+BASE = Path(__file__).parents[2] / "deploy" / "base"
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+POD = "controller-manager-0"
+
+
+def hpa(target: str = "dep", variant: str = "va", **spec: Any) -> Json:
+    metric = {"name": "wva_desired_replicas", "selector": {"matchLabels": {"variant_name": variant}}}
+    external = {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}}
+    return {
+        "metadata": {"name": "hpa"},
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": target},
+            "minReplicas": 1,
+            "maxReplicas": 10,
+            "metrics": [{"type": "External", "external": external}],
+            **spec,
+        },
+    }
+
+
+async def rbac(cluster: LocalCluster) -> None:
+    """The roles of the manifests."""
+    kinds = {r.kind: r for r in (CLUSTER_ROLES, CLUSTER_ROLE_BINDINGS, ROLES, ROLE_BINDINGS)}
+    for obj in yaml.safe_load_all((BASE / "rbac.yaml").read_text()):
+        if obj["kind"] in kinds:
+            await cluster.client.create(kinds[obj["kind"]], obj, obj["metadata"].get("namespace"))
+
+
+@pytest.fixture
+async def well(wva: LocalCluster, fleet: Fleet) -> Fleet:
+    """A fleet with nothing wrong: installed, led, two replicas decided and there, an HPA that follows."""
+    client = fleet.client
+    await rbac(wva)
+    labels = {"control-plane": "controller-manager"}
+    container = {"name": "manager", "image": "tidemill", "command": ["tidemill", "autoscaler"], "args": []}
+    spec = {"serviceAccountName": "controller-manager", "containers": [container]}
+    await client.create(PODS, {"metadata": {"name": POD, "labels": labels}, "spec": spec}, DEFAULT_NAMESPACE)
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    await client.patch(PODS, POD, {"status": ready}, DEFAULT_NAMESPACE, sub="status")
+    await lead(fleet, utc_now())
+    service = {"namespace": DEFAULT_NAMESPACE, "name": "wva-external-metrics", "port": 443}
+    api = {"group": "external.metrics.k8s.io", "version": "v1beta1", "service": service,
+           "groupPriorityMinimum": 100, "versionPriority": 100}  # fmt: skip
+    await client.create(API_SERVICES, {"metadata": {"name": EXTERNAL_METRICS}, "spec": api})
+    await fleet.deployment("dep", 2)
+    await fleet.variant("va", "dep")
+    await decided(fleet, 2)
+    await client.create(HORIZONTAL_POD_AUTOSCALERS, hpa(), NAMESPACE)
+    return fleet
+
+
+async def lead(fleet: Fleet, renewed: dt.datetime, holder: str = POD) -> None:
+    spec = {
+        "holderIdentity": holder, "leaseDurationSeconds": 60,
+        "renewTime": rfc3339(renewed).replace("Z", ".000000Z"),
+    }  # fmt: skip
+    await fleet.client.delete(LEASES, DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE)
+    body = {"metadata": {"name": DEFAULT_LEADER_ELECTION_ID}, "spec": spec}
+    await fleet.client.create(LEASES, body, DEFAULT_NAMESPACE)
+
+
+async def decided(fleet: Fleet, replicas: int, *, metrics: str = "True") -> None:
+    now = rfc3339(utc_now())
+    condition = {
+        "type": "MetricsAvailable", "status": metrics, "reason": "MetricsMissing",
+        "message": "pod dep-0 says nothing", "lastTransitionTime": now,
+    }  # fmt: skip
+    alloc = {"accelerator": "A100", "numReplicas": replicas, "lastRunTime": now}
+    status = {"desiredOptimizedAlloc": alloc, "conditions": [condition]}
+    await fleet.client.patch(VARIANT_AUTOSCALINGS, "va", {"status": status}, NAMESPACE, sub="status")
+
+
+async def examined(fleet: Fleet) -> list[Check]:
+    return examine(await read(fleet.client, DEFAULT_NAMESPACE, needed_rights), utc_now())
+
+
+async def only_wrong(fleet: Fleet, check: str) -> tuple[str, str]:
+    """What was found and what mends it, when just this one thing is wrong."""
+    found = {c.name: c.wrong for c in await examined(fleet) if c.wrong}
+    assert list(found) == [check], found
+    (wrong,) = found[check]
+    assert wrong.about
+    return wrong.found, wrong.mend
+
+
+async def test_nothing_is_wrong(well: Fleet) -> None:
+    checks = await examined(well)
+    assert [check for check in checks if check.wrong] == []
+    assert all(check.looked_at for check in checks)
+    assert len({check.name for check in checks}) == len(checks) == 12
+
+
+async def test_the_crd_is_missing(well: Fleet) -> None:
+    await well.client.delete(CRDS, "variantautoscalings.llmd.ai")
+    await well.client.delete(HORIZONTAL_POD_AUTOSCALERS, "hpa", NAMESPACE)
+    found, mend = await only_wrong(well, "installed")
+    assert "does not serve it" in found
+    assert mend == "tidemill crd | kubectl apply -f -"
+
+
+async def test_the_autoscaler_is_away(well: Fleet) -> None:
+    await well.client.delete(PODS, POD, DEFAULT_NAMESPACE)
+    found, mend = await only_wrong(well, "installed")
+    assert "no pod of the autoscaler" in found
+    assert "--controller-namespace" in mend
+
+
+async def test_the_autoscaler_is_not_ready(well: Fleet) -> None:
+    conditions = [{"type": "Ready", "status": "False", "message": "readiness probe failed: 503"}]
+    await well.client.patch(PODS, POD, {"status": {"conditions": conditions}}, DEFAULT_NAMESPACE, sub="status")
+    found, mend = await only_wrong(well, "installed")
+    assert found == "readiness probe failed: 503"
+    assert f"kubectl logs -n {DEFAULT_NAMESPACE} {POD}" in mend
+
+
+@pytest.mark.parametrize(
+    ("holder", "age", "words"), [("", 5, "nobody leads"), ("gone-0", 600, "gone-0 leads and has renewed 600s ago")]
+)
+async def test_nobody_leads(well: Fleet, holder: str, age: float, words: str) -> None:
+    await lead(well, utc_now() - dt.timedelta(seconds=age), holder)
+    found, _ = await only_wrong(well, "leader")
+    assert words in found
+
+
+async def test_a_right_is_missing(well: Fleet) -> None:
+    name = "workload-variant-autoscaler-manager"
+    role = await well.client.get(CLUSTER_ROLES, name)
+    rules = [rule for rule in role["rules"] if "deployments/scale" not in rule["resources"]]
+    await well.client.patch(CLUSTER_ROLES, name, {"rules": rules})
+    found, mend = await only_wrong(well, "rights")
+    assert found == "may not patch deployments/scale.apps"
+    assert mend == "kubectl apply -f deploy/base/rbac.yaml"
+
+
+def test_the_rights_are_those_of_the_manifests() -> None:
+    """One truth in two places: what doctor asks for is what is granted (by name: what was learned)."""
+    granted = {
+        (verb, group, resource)
+        for role in yaml.safe_load_all((BASE / "rbac.yaml").read_text())
+        for rule in role.get("rules") or ()
+        if not rule.get("resourceNames")
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert {(r.verb, r.group, r.resource) for r in needed_rights("ns")} == granted
+
+
+async def test_a_target_name_does_not_match(well: Fleet) -> None:
+    spec = {"scaleTargetRef": {"kind": "Deployment", "name": "depp"}}
+    await well.client.patch(VARIANT_AUTOSCALINGS, "va", {"spec": spec}, NAMESPACE)
+    found = {c.name: c.wrong for c in await examined(well) if c.wrong}
+    (wrong,) = found.pop("targets")
+    assert "'depp': no such Deployment in namespace serving; there are dep" in wrong.found
+    assert '{"spec":{"scaleTargetRef":{"name":"dep"}}}' in wrong.mend
+    assert list(found) == ["follows"]  # the HPA then scales what nobody decides for
+
+
+async def test_annotations_of_a_managed_scaler_are_bad(well: Fleet) -> None:
+    await well.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+    await well.deployment("other", 1)
+    body = {
+        "metadata": {"name": "so", "annotations": {"llm-d.ai/managed": "true"}},
+        "spec": {"scaleTargetRef": {"name": "other"}},
+    }
+    await well.client.create(SCALED_OBJECTS, body, NAMESPACE)
+    found, mend = await only_wrong(well, "valid")
+    assert "llm-d.ai/model-id" in found
+    assert mend == "kubectl edit scaledobject so -n serving"
+
+
+async def test_numbers_are_missing(well: Fleet) -> None:
+    await decided(well, 2, metrics="False")
+    found, mend = await only_wrong(well, "numbers")
+    assert found == "MetricsMissing: pod dep-0 says nothing"
+    assert mend == "tidemill explain va/va -n serving"
+
+
+async def test_two_scalers_on_one_target(well: Fleet) -> None:
+    other = hpa()
+    other["metadata"]["name"] = "other"
+    await well.client.create(HORIZONTAL_POD_AUTOSCALERS, other, NAMESPACE)
+    found, _ = await only_wrong(well, "one scaler")
+    assert "HorizontalPodAutoscaler serving/hpa and by HorizontalPodAutoscaler serving/other" in found
+
+
+async def test_an_hpa_beside_direct_writes(well: Fleet) -> None:
+    pod = await well.client.get(PODS, POD, DEFAULT_NAMESPACE)
+    pod["spec"]["containers"][0]["args"] = ["--actuation", "scale"]
+    await well.client.patch(PODS, POD, {"spec": pod["spec"]}, DEFAULT_NAMESPACE)
+    found, _ = await only_wrong(well, "one scaler")
+    assert "serving/hpa and by the autoscaler (--actuation scale)" in found
+
+
+async def test_an_hpa_follows_nobody(well: Fleet) -> None:
+    await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": hpa(variant="vaa")["spec"]}, NAMESPACE)
+    found, mend = await only_wrong(well, "follows")
+    assert "variant_name 'vaa', which is no variant of namespace serving; there are va" in found
+    assert mend == "kubectl edit hpa hpa -n serving"
+
+
+async def test_an_hpa_scales_something_else(well: Fleet) -> None:
+    await well.deployment("other", 1)
+    await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": hpa("other")["spec"]}, NAMESPACE)
+    found, _ = await only_wrong(well, "follows")
+    assert found == "it follows variant va of Deployment serving/dep, and scales Deployment serving/other"
+
+
+async def test_nobody_serves_external_metrics(well: Fleet) -> None:
+    await well.client.delete(API_SERVICES, EXTERNAL_METRICS)
+    found, mend = await only_wrong(well, "external metrics")
+    assert "nobody serves it, and HPAs ask for it: hpa" in found
+    assert "deploy/base/apiservice.yaml" in mend
+
+
+async def test_who_serves_external_metrics_is_not_available(well: Fleet) -> None:
+    condition = {"type": "Available", "status": "False", "message": "no endpoints"}
+    await well.client.patch(API_SERVICES, EXTERNAL_METRICS, {"status": {"conditions": [condition]}}, sub="status")
+    found, _ = await only_wrong(well, "external metrics")
+    assert f"{DEFAULT_NAMESPACE}/wva-external-metrics serves it, and is not available: no endpoints" in found
+
+
+async def test_a_limit_hides_the_decision(well: Fleet) -> None:
+    await decided(well, 12)
+    found, mend = await only_wrong(well, "limits")
+    assert found == "12 replicas are decided for variant va, and maxReplicas 10 hides it"
+    assert '{"spec":{"maxReplicas":12}}' in mend
+
+
+async def test_value_multiplies(well: Fleet) -> None:
+    metrics = hpa()["spec"]["metrics"]
+    metrics[0]["external"]["target"] = {"type": "Value", "value": "1"}
+    await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": {"metrics": metrics}}, NAMESPACE)
+    found, mend = await only_wrong(well, "target type")
+    assert "3, 9, 27" in found
+    assert "AverageValue" in mend
+
+
+@pytest.mark.parametrize(("replicas", "lost"), [(10, 1), (20, 2), (50, 5)])
+async def test_a28_from_where_on_single_steps_are_lost(well: Fleet, replicas: int, lost: int) -> None:
+    await well.scale("dep", replicas)
+    await decided(well, replicas)
+    wide = {"spec": {"maxReplicas": 100}}
+    await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", wide, NAMESPACE)
+    found, mend = await only_wrong(well, "single steps")
+    assert f"at {replicas} replicas, changes of up to {lost} are within its tolerance" in found
+    assert "--actuation scale" in mend
+    exact = {"scaleUp": {"tolerance": "0"}, "scaleDown": {"tolerance": "0"}}
+    await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": {"behavior": exact}}, NAMESPACE)
+    assert [c for c in await examined(well) if c.wrong] == []
+
+
+async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        program("tidemill"), "doctor", "--kubeconfig", str(cluster.kubeconfig), *args,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
+    status, out = await run(wva)
+    assert (status, out.count("ok   "), "wrong" in out) == (0, 12, False), out
+    await decided(well, 12)
+    status, out = await run(wva)
+    assert status == 1
+    assert "wrong limits" in out
+    assert "HorizontalPodAutoscaler serving/hpa: 12 replicas are decided" in out
+    assert "mend: kubectl patch hpa hpa -n serving" in out
+    status, out = await run(wva, "-o", "json")
+    found = orjson.loads(out)
+    assert (status, found["ok"]) == (1, False)
+    (limits,) = [check for check in found["checks"] if check["wrong"]]
+    assert set(limits) == {"name", "looked_at", "wrong"}
+    assert set(limits["wrong"][0]) == {"about", "found", "mend"}
+
+
+async def test_without_a_cluster() -> None:
+    process = await asyncio.create_subprocess_exec(
+        program("tidemill"), "doctor", "--kubeconfig", "/nope", stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert b"no cluster" in err
