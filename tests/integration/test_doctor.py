@@ -17,9 +17,10 @@ from tests.integration.test_external_metrics import API_SERVICES, CLUSTER_ROLE_B
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
 from tidemill.cli.doctor.checks import Check, examine, needed_rights
-from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, read
+from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, POD_MONITORS, SERVICES, read
+from tidemill.kube.client import PatchType
 from tidemill.kube.clock import rfc3339, utc_now
-from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, Json, Resource
+from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, SERVICE_MONITORS, Json, Resource
 from tidemill.local.cluster import LocalCluster
 
 BASE = Path(__file__).parents[2] / "deploy" / "base"
@@ -112,7 +113,7 @@ async def test_nothing_is_wrong(well: Fleet) -> None:
     checks = await examined(well)
     assert [check for check in checks if check.wrong] == []
     assert all(check.looked_at for check in checks)
-    assert len({check.name for check in checks}) == len(checks) == 12
+    assert len({check.name for check in checks}) == len(checks) == 14
 
 
 async def test_the_crd_is_missing(well: Fleet) -> None:
@@ -139,7 +140,7 @@ async def test_the_autoscaler_is_not_ready(well: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("holder", "age", "words"), [("", 5, "nobody leads"), ("gone-0", 600, "gone-0 leads and has renewed 600s ago")]
+    ("holder", "age", "words"), [("", 5, "nobody leads"), ("gone-0", 600, "gone-0 leads and has renewed 60")]
 )
 async def test_nobody_leads(well: Fleet, holder: str, age: float, words: str) -> None:
     await lead(well, utc_now() - dt.timedelta(seconds=age), holder)
@@ -275,6 +276,86 @@ async def test_a28_from_where_on_single_steps_are_lost(well: Fleet, replicas: in
     assert [c for c in await examined(well) if c.wrong] == []
 
 
+RULE = {
+    "sourceLabels": ["__meta_kubernetes_pod_label_llm_d_ai_variant"], "targetLabel": "llm_d_ai_variant",
+    "action": "replace",
+}  # fmt: skip
+
+
+class TestMonitors:
+    """The two things that the original leaves to its operators."""
+
+    async def crds(self, fleet: Fleet) -> None:
+        for plural, kind in (("servicemonitors", "ServiceMonitor"), ("podmonitors", "PodMonitor")):
+            await fleet.client.create(CRDS, plain_crd("monitoring.coreos.com", "v1", plural, kind))
+
+    async def shadow_pod(self, fleet: Fleet) -> None:
+        """A pod that nothing but its label ties to the variant, and the Service before it."""
+        labels = {"llm-d.ai/variant": "va", "app": "shadow"}
+        spec = {"containers": [{"name": "vllm", "image": "none"}]}
+        await fleet.client.create(
+            PODS, {"metadata": {"name": "shadow", "labels": labels}, "spec": spec}, NAMESPACE
+        )
+        service = {
+            "metadata": {"name": "vllm", "labels": {"app": "vllm"}},
+            "spec": {"selector": {"app": "shadow"}},
+        }
+        await fleet.client.create(SERVICES, service, NAMESPACE)
+
+    async def monitor(self, fleet: Fleet, kind: str, **endpoint: Any) -> None:
+        resource = SERVICE_MONITORS if kind == "ServiceMonitor" else POD_MONITORS
+        field = "endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"
+        labels = {"app": "vllm" if kind == "ServiceMonitor" else "shadow"}
+        spec = {"selector": {"matchLabels": labels}, field: [{"port": "http", **endpoint}]}
+        await fleet.client.create(resource, {"metadata": {"name": "vllm"}, "spec": spec}, NAMESPACE)
+
+    @pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor"])
+    @pytest.mark.parametrize(
+        ("endpoint", "words", "path"),
+        [
+            ({}, "no rule under relabelings brings it into the series", "/0/relabelings"),
+            (
+                {"metricRelabelings": [RULE]},
+                "under metricRelabelings, where pod labels are gone",
+                "/0/relabelings",
+            ),
+            ({"relabelings": [{"targetLabel": "x", "replacement": "y"}]}, "no rule", "/0/relabelings/-"),
+        ],
+    )
+    async def test_the_rule_is_missing(
+        self, well: Fleet, kind: str, endpoint: Json, words: str, path: str
+    ) -> None:
+        await self.crds(well)
+        await self.shadow_pod(well)
+        await self.monitor(well, kind, **endpoint)
+        found, mend = await only_wrong(well, "relabelling")
+        assert words in found
+        assert "scrapes shadow with the label llm-d.ai/variant" in found
+        # The command is one that works.
+        patch = orjson.loads(mend.partition("-p ")[2].strip("'"))
+        assert patch[0]["path"].endswith(path)
+        resource = SERVICE_MONITORS if kind == "ServiceMonitor" else POD_MONITORS
+        assert mend.startswith(f"kubectl patch {kind.lower()} vllm -n serving --type=json")
+        await well.client.patch(resource, "vllm", patch, NAMESPACE, type=PatchType.JSON)
+        assert [c for c in await examined(well) if c.wrong] == []
+
+    async def test_pods_without_the_label_need_no_rule(self, well: Fleet) -> None:
+        await self.crds(well)
+        await self.monitor(well, "PodMonitor")
+        assert [c for c in await examined(well) if c.wrong] == []
+
+    async def test_the_autoscalers_own_is_gone(self, well: Fleet) -> None:
+        await self.crds(well)
+        adapter = {"spec": {"service": {"namespace": "monitoring", "name": "prometheus-adapter"}}}
+        await well.client.patch(API_SERVICES, EXTERNAL_METRICS, adapter)
+        found, mend = await only_wrong(well, "own monitor")
+        assert "it is gone, and HPAs read what it has scraped: hpa" in found
+        assert mend == "kubectl apply -f deploy/monitoring/servicemonitor.yaml"
+        body = {"metadata": {"name": "wva-controller-manager-metrics-monitor"}, "spec": {}}
+        await well.client.create(SERVICE_MONITORS, body, DEFAULT_NAMESPACE)
+        assert [c for c in await examined(well) if c.wrong] == []
+
+
 async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         program("tidemill"), "doctor", "--kubeconfig", str(cluster.kubeconfig), *args,
@@ -287,7 +368,7 @@ async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
 
 async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
     status, out = await run(wva)
-    assert (status, out.count("ok   "), "wrong" in out) == (0, 12, False), out
+    assert (status, out.count("ok   "), "wrong" in out) == (0, 14, False), out
     await decided(well, 12)
     status, out = await run(wva)
     assert status == 1

@@ -1,10 +1,10 @@
-"""Label selectors in the form that queries write them: `a=b,c!=d,e in (f,g),h notin (i),j,!k`."""
+"""Label selectors: as queries write them (`a=b,c!=d,e in (f,g),h notin (i),j,!k`) and as objects have them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 LabelTest: TypeAlias = Callable[[Mapping[str, str]], bool]
 
@@ -47,3 +47,19 @@ def _test(match: re.Match[str]) -> LabelTest:
         return lambda labels: key not in labels
     present = match["present"]
     return lambda labels: present in labels
+
+
+def selector_query(selector: Mapping[str, Any]) -> str:
+    """A LabelSelector object (matchLabels, matchExpressions) as a query writes it."""
+    terms = [f"{k}={v}" for k, v in (selector.get("matchLabels") or {}).items()]
+    for term in selector.get("matchExpressions") or ():
+        key, values = term["key"], ",".join(term.get("values") or ())
+        terms.append(
+            {
+                "In": f"{key} in ({values})",
+                "NotIn": f"{key} notin ({values})",
+                "Exists": key,
+                "DoesNotExist": f"!{key}",
+            }[term["operator"]]
+        )
+    return ",".join(terms)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from tidemill.api.names import SERVICE_MONITOR, VARIANT_LABEL
 from tidemill.api.variant import ConditionType, TargetRef
 from tidemill.autoscaler.views import InvalidVariant, ScalerView
 from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, Fleet, Right
@@ -14,6 +15,7 @@ from tidemill.kube.clock import parse_time
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import Json, ObjectKey
 
+POD_LABEL, SERIES_LABEL = "__meta_kubernetes_pod_label_llm_d_ai_variant", "llm_d_ai_variant"
 COUNTS = ("wva_desired_replicas", "wva_optimized_replicas")  # metrics that are a number of replicas
 BAND = 0.1  # tolerance of an HPA that says nothing else
 # From here on a step of one is within the band: 11/10 is not above 1 + BAND.
@@ -56,6 +58,8 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
         ("one scaler", count, _one_scaler(fleet)),
         ("follows", "selectors of the HPAs' metrics", _follows(fleet)),
         ("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet)),
+        ("own monitor", f"ServiceMonitor {fleet.namespace}/{SERVICE_MONITOR}", _own_monitor(fleet)),
+        ("relabelling", f"{len(fleet.monitored)} ServiceMonitors and PodMonitors", _relabelling(fleet)),
         ("limits", "minimum and maximum of scalers and decisions", _limits(fleet)),
         ("target type", "metric targets of the HPAs", _target_type(fleet)),
         ("single steps", "behavior of the HPAs", _single_steps(fleet)),
@@ -233,6 +237,59 @@ def _external(fleet: Fleet) -> Iterator[Wrong]:
             about, f"{place} serves it, and is not available: {available.get('message')}",
             f"kubectl get endpoints -n {service.get('namespace')} {service.get('name')}",
         )  # fmt: skip
+
+
+def _own_monitor(fleet: Fleet) -> Iterator[Wrong]:
+    """Without it Prometheus knows no wva_ series, and whoever reads them there moves nothing."""
+    service = ((fleet.external_metrics or {}).get("spec") or {}).get("service") or {}
+    ours = service.get("namespace") == fleet.namespace
+    readers = [hpa for hpa in fleet.hpas if any(_external_metrics(hpa))] if not ours else []
+    if fleet.service_monitors is None or not readers:
+        return
+    names = {
+        m["metadata"]["name"] for m in fleet.service_monitors if m["metadata"]["namespace"] == fleet.namespace
+    }
+    if SERVICE_MONITOR not in names:
+        yield Wrong(
+            f"ServiceMonitor {fleet.namespace}/{SERVICE_MONITOR}",
+            f"it is gone, and HPAs read what it has scraped: {', '.join(h['metadata']['name'] for h in readers)}",
+            "kubectl apply -f deploy/monitoring/servicemonitor.yaml",
+        )
+
+
+def _relabelling(fleet: Fleet) -> Iterator[Wrong]:
+    """Pods that only their label ties to a variant: it must come into their series."""
+    if not fleet.asks_prometheus:
+        return
+    for monitor, pods in fleet.monitored:
+        if not pods:
+            continue
+        kind, metadata = monitor["kind"], monitor["metadata"]
+        field = "podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"
+        endpoints: list[Json] = monitor["spec"].get(field) or []
+        for index, endpoint in enumerate(endpoints):
+            if any(_carries_label(rule) for rule in endpoint.get("relabelings") or ()):
+                continue
+            late = any(_carries_label(rule) for rule in endpoint.get("metricRelabelings") or ())
+            rule = f'{{"sourceLabels":["{POD_LABEL}"],"targetLabel":"{SERIES_LABEL}","action":"replace"}}'
+            path, value = f"/spec/{field}/{index}/relabelings", f"[{rule}]"
+            if endpoint.get("relabelings"):
+                path, value = f"{path}/-", rule
+            yield Wrong(
+                f"{kind} {metadata['namespace']}/{metadata['name']}",
+                f"{field}[{index}] scrapes {', '.join(pods[:3])} with the label {VARIANT_LABEL}, and "
+                + (
+                    f"has the rule for {SERIES_LABEL} under metricRelabelings, where pod labels are gone already"
+                    if late
+                    else f"no rule under relabelings brings it into the series as {SERIES_LABEL}"
+                ),
+                f"kubectl patch {kind.lower()} {metadata['name']} -n {metadata['namespace']} --type=json "
+                f'-p \'[{{"op":"add","path":"{path}","value":{value}}}]\'',
+            )
+
+
+def _carries_label(rule: Json) -> bool:
+    return POD_LABEL in (rule.get("sourceLabels") or ()) and rule.get("targetLabel") == SERIES_LABEL
 
 
 def _limits(fleet: Fleet) -> Iterator[Wrong]:

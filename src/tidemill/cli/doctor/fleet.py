@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID
+from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, VARIANT_LABEL
 from tidemill.autoscaler.views import (
     DeploymentView,
     InvalidVariant,
@@ -28,11 +28,15 @@ from tidemill.kube.resources import (
     HORIZONTAL_POD_AUTOSCALERS,
     LEASES,
     PODS,
+    SERVICE_MONITORS,
     Json,
     ObjectKey,
     Resource,
 )
+from tidemill.kube.selectors import label_selector, selector_query
 
+POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
+SERVICES = Resource("", "v1", "services", "Service")
 API_SERVICES = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 EXTERNAL_METRICS = "v1beta1.external.metrics.k8s.io"
 
@@ -54,7 +58,8 @@ class Right:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """Objects as they are. `scalers` are HPAs and ScaledObjects, `hpas` the former as the API server gives them;
-    None is a kind that the cluster does not serve. `missing_rights` are those of the account that runs it."""
+    None is a kind that the cluster does not serve. `monitored` are the labelled pods that each ServiceMonitor and
+    PodMonitor has scraped; `missing_rights` are those of the account that runs the autoscaler."""
 
     namespace: str
     variants: tuple[ValidVariant | InvalidVariant, ...] | None
@@ -64,6 +69,8 @@ class Fleet:
     controllers: tuple[Json, ...]  # pods of the autoscaler
     lease: Json | None
     external_metrics: Json | None  # the APIService
+    service_monitors: tuple[Json, ...] | None
+    monitored: tuple[tuple[Json, tuple[str, ...]], ...]
     missing_rights: tuple[Right, ...]
 
     @property
@@ -85,6 +92,13 @@ class Fleet:
         flags = self.flags
         return "--actuation=scale" in flags or ("--actuation", "scale") in pairwise(flags)
 
+    @property
+    def asks_prometheus(self) -> bool:
+        """Whether numbers come from there."""
+        flags = self.flags
+        direct = "--metrics-source=direct" in flags or ("--metrics-source", "direct") in pairwise(flags)
+        return bool(self.controllers) and not direct
+
 
 async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[Right]]) -> Fleet:
     """A reading; `namespace` is the autoscaler's, `rights` what its account needs there. Raises ApiError."""
@@ -96,6 +110,8 @@ async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[
     hpas = await _all(client, HORIZONTAL_POD_AUTOSCALERS) or []
     scaled = await _all(client, SCALED_OBJECTS) or []
     variants = await _all(client, VARIANT_AUTOSCALINGS)
+    service_monitors = await _all(client, SERVICE_MONITORS)
+    monitors = [*(service_monitors or ()), *(await _all(client, POD_MONITORS) or ())]
     decode = VariantDecoder()
     return Fleet(
         namespace=namespace,
@@ -109,8 +125,42 @@ async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[
         controllers=tuple(pods),
         lease=await _one(client, LEASES, DEFAULT_LEADER_ELECTION_ID, namespace),
         external_metrics=await _one(client, API_SERVICES, EXTERNAL_METRICS, None),
+        service_monitors=None if service_monitors is None else tuple(service_monitors),
+        monitored=await _monitored(client, monitors) if monitors else (),
         missing_rights=tuple(right for right, ok in zip(wanted, allowed, strict=True) if not ok),
     )
+
+
+async def _monitored(client: KubeClient, monitors: list[Json]) -> tuple[tuple[Json, tuple[str, ...]], ...]:
+    """The pods with the variant's label that each monitor has scraped, by name."""
+    pods = (await client.list(PODS, label_selector=VARIANT_LABEL)).items
+    services = await _all(client, SERVICES) or []
+
+    def takes(monitor: Json, pod: Json) -> bool:
+        metadata, spec = pod["metadata"], monitor["spec"]
+        chosen = spec.get("namespaceSelector") or {}
+        places = chosen.get("matchNames") or [monitor["metadata"]["namespace"]]
+        if not chosen.get("any") and metadata["namespace"] not in places:
+            return False
+        selector, labels = spec.get("selector") or {}, metadata.get("labels") or {}
+        if monitor["kind"] == "PodMonitor":
+            return _matches(selector, labels)
+        return any(
+            _matches(selector, service["metadata"].get("labels") or {})
+            and (wanted := service["spec"].get("selector"))
+            and wanted.items() <= labels.items()
+            for service in services
+            if service["metadata"]["namespace"] == metadata["namespace"]
+        )
+
+    return tuple(
+        (monitor, tuple(pod["metadata"]["name"] for pod in pods if takes(monitor, pod))) for monitor in monitors
+    )
+
+
+def _matches(selector: Json, labels: Json) -> bool:
+    """Whether a LabelSelector takes these labels."""
+    return label_selector(selector_query(selector))(labels)
 
 
 async def _all(client: KubeClient, resource: Resource) -> list[Json] | None:

@@ -14,7 +14,8 @@ from tidemill.kube.clock import parse_time, rfc3339
 from tidemill.kube.conditions import find_condition, set_condition
 from tidemill.kube.errors import AlreadyExistsError, NotFoundError
 from tidemill.kube.resources import DEPLOYMENTS, REPLICA_SETS, Json, ObjectKey
-from tidemill.local.controllers.loop import ControllerLoop, is_controlled_by, owner_reference, selector_text
+from tidemill.kube.selectors import selector_query
+from tidemill.local.controllers.loop import ControllerLoop, is_controlled_by, owner_reference
 
 HASH_LABEL = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"
@@ -37,7 +38,9 @@ class DeploymentController:
         metadata, spec = deployment["metadata"], deployment["spec"]
         if "deletionTimestamp" in metadata:
             return None
-        page = await self._client.list(REPLICA_SETS, key.namespace, label_selector=selector_text(spec["selector"]))
+        page = await self._client.list(
+            REPLICA_SETS, key.namespace, label_selector=selector_query(spec["selector"])
+        )
         owned = [rs for rs in page.items if is_controlled_by(rs, metadata["uid"])]
         digest = template_hash(spec["template"])
         new = next((rs for rs in owned if rs["metadata"]["labels"].get(HASH_LABEL) == digest), None)

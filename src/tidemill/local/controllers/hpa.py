@@ -25,7 +25,7 @@ from tidemill.kube.errors import ApiError, ConflictError, NotFoundError
 from tidemill.kube.informer import Added, Informer, InformerEvent, Modified, identity
 from tidemill.kube.queue import WorkQueue
 from tidemill.kube.resources import DEPLOYMENTS, HORIZONTAL_POD_AUTOSCALERS, Json, ObjectKey
-from tidemill.local.controllers.loop import selector_text
+from tidemill.kube.selectors import selector_query
 
 log = structlog.get_logger(__name__)
 
@@ -239,7 +239,7 @@ class HorizontalPodAutoscalerController:
         if metric["type"] != "External":
             raise ValueError(f"metrics of type {metric['type']} are not read here")
         about, target = metric["external"]["metric"], metric["external"]["target"]
-        query = {"labelSelector": selector_text(about["selector"])} if about.get("selector") else {}
+        query = {"labelSelector": selector_query(about["selector"])} if about.get("selector") else {}
         path = f"{_EXTERNAL}/namespaces/{namespace}/{quote(about['name'])}"
         try:
             items = orjson.loads(await self._client.get_raw(path, query))["items"]

@@ -81,19 +81,3 @@ def owner_reference(owner: Json) -> Json:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-
-
-def selector_text(selector: Mapping[str, Any]) -> str:
-    """A LabelSelector object as the query parameter writes it."""
-    terms = [f"{k}={v}" for k, v in (selector.get("matchLabels") or {}).items()]
-    for term in selector.get("matchExpressions") or ():
-        key, values = term["key"], ",".join(term.get("values") or ())
-        terms.append(
-            {
-                "In": f"{key} in ({values})",
-                "NotIn": f"{key} notin ({values})",
-                "Exists": key,
-                "DoesNotExist": f"!{key}",
-            }[term["operator"]]
-        )
-    return ",".join(terms)

@@ -8,7 +8,8 @@ from tidemill.kube.client import KubeClient
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.errors import NotFoundError
 from tidemill.kube.resources import PODS, REPLICA_SETS, Json, ObjectKey
-from tidemill.local.controllers.loop import ControllerLoop, is_controlled_by, owner_reference, selector_text
+from tidemill.kube.selectors import selector_query
+from tidemill.local.controllers.loop import ControllerLoop, is_controlled_by, owner_reference
 
 
 class ReplicaSetController:
@@ -27,7 +28,7 @@ class ReplicaSetController:
         metadata, spec = replica_set["metadata"], replica_set["spec"]
         if "deletionTimestamp" in metadata:
             return
-        page = await self._client.list(PODS, key.namespace, label_selector=selector_text(spec["selector"]))
+        page = await self._client.list(PODS, key.namespace, label_selector=selector_query(spec["selector"]))
         pods = [pod for pod in page.items if is_controlled_by(pod, metadata["uid"]) and is_active(pod)]
         wanted = spec["replicas"]
         if len(pods) < wanted:
