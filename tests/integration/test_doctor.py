@@ -12,12 +12,12 @@ import pytest
 import yaml
 from tests.conftest import CRDS, program
 from tests.integration.fleet import NAMESPACE, Fleet, plain_crd
-from tests.integration.test_external_metrics import API_SERVICES, CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
+from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
 
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
 from tidemill.cli.doctor.checks import Check, examine, needed_rights
-from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, POD_MONITORS, SERVICES, read
+from tidemill.cli.doctor.fleet import API_SERVICES, EXTERNAL_METRICS, POD_MONITORS, SERVICES, read
 from tidemill.kube.client import PatchType
 from tidemill.kube.clock import rfc3339, utc_now
 from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, SERVICE_MONITORS, Json, Resource

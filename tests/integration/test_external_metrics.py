@@ -15,6 +15,7 @@ from tests.conftest import eventually, free_port
 from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
 
 from tidemill.api.names import DEFAULT_NAMESPACE
+from tidemill.cli.doctor.fleet import API_SERVICES, SERVICES
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.conditions import find_condition
@@ -23,8 +24,6 @@ from tidemill.kube.resources import DEPLOYMENTS, HORIZONTAL_POD_AUTOSCALERS, POD
 from tidemill.local.cluster import LocalCluster
 from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
 
-API_SERVICES = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
-SERVICES = Resource("", "v1", "services", "Service")
 CLUSTER_ROLES = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 CLUSTER_ROLE_BINDINGS = Resource(
     "rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False

@@ -35,7 +35,7 @@ def rig() -> Rig:
 
 async def test_tls_with_alpn_and_a_new_certificate(rig: Rig) -> None:
     now = dt.datetime.now(dt.UTC)
-    first, second = tls.self_signed(now), tls.self_signed(now)
+    first, second = tls.self_signed("test", now), tls.self_signed("test", now)
     context = tls.server_context(first)
     async with listening(rig, "lean", tls=context) as (port, _):
         for pair in (first, second):

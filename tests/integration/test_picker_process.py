@@ -214,7 +214,7 @@ class TestTls:
             (directory / tls.KEY).write_bytes(pair.key)
 
         now = dt.datetime.now(dt.UTC)
-        first, second = tls.self_signed(now), tls.self_signed(now)
+        first, second = tls.self_signed("test", now), tls.self_signed("test", now)
         write(first)
         async with static_picker(
             tmp_path,

@@ -49,6 +49,11 @@ def _test(match: re.Match[str]) -> LabelTest:
     return lambda labels: present in labels
 
 
+def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a LabelSelector object takes these labels."""
+    return label_selector(selector_query(selector))(labels)
+
+
 def selector_query(selector: Mapping[str, Any]) -> str:
     """A LabelSelector object (matchLabels, matchExpressions) as a query writes it."""
     terms = [f"{k}={v}" for k, v in (selector.get("matchLabels") or {}).items()]

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +28,12 @@ class KeyPair:
 
 def self_signed(common_name: str, now: dt.datetime) -> KeyPair:
     """A certificate for clients that encrypt without asking who answers."""
+    # Only who signs needs all this.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     certificate = (

@@ -33,7 +33,7 @@ from tidemill.kube.resources import (
     ObjectKey,
     Resource,
 )
-from tidemill.kube.selectors import label_selector, selector_query
+from tidemill.kube.selectors import matches
 
 POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SERVICES = Resource("", "v1", "services", "Service")
@@ -144,9 +144,9 @@ async def _monitored(client: KubeClient, monitors: list[Json]) -> tuple[tuple[Js
             return False
         selector, labels = spec.get("selector") or {}, metadata.get("labels") or {}
         if monitor["kind"] == "PodMonitor":
-            return _matches(selector, labels)
+            return matches(selector, labels)
         return any(
-            _matches(selector, service["metadata"].get("labels") or {})
+            matches(selector, service["metadata"].get("labels") or {})
             and (wanted := service["spec"].get("selector"))
             and wanted.items() <= labels.items()
             for service in services
@@ -156,11 +156,6 @@ async def _monitored(client: KubeClient, monitors: list[Json]) -> tuple[tuple[Js
     return tuple(
         (monitor, tuple(pod["metadata"]["name"] for pod in pods if takes(monitor, pod))) for monitor in monitors
     )
-
-
-def _matches(selector: Json, labels: Json) -> bool:
-    """Whether a LabelSelector takes these labels."""
-    return label_selector(selector_query(selector))(labels)
 
 
 async def _all(client: KubeClient, resource: Resource) -> list[Json] | None:

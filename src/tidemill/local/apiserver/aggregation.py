@@ -11,8 +11,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from tidemill.kube.selectors import matches
 from tidemill.local.apiserver.rbac import User
-from tidemill.local.apiserver.selectors import matches_label_selector
 from tidemill.local.apiserver.status import StatusError
 from tidemill.local.apiserver.store import Store
 from tidemill.local.apiserver.tls import FRONT_PROXY, ServingFiles
@@ -108,7 +108,7 @@ class Aggregator:
             status = pod.get("status") or {}
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
             labels = pod["metadata"].get("labels") or {}
-            if ready and "deletionTimestamp" not in pod["metadata"] and matches_label_selector(selector, labels):
+            if ready and "deletionTimestamp" not in pod["metadata"] and matches(selector, labels):
                 return f"{status['podIP']}:{_port_number(pod, port.get('targetPort', number))}"
         raise self._unavailable(f"service {namespace}/{name} has no ready pod")
 

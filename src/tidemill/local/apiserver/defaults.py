@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, TypeAlias
 
-from tidemill.local.apiserver.selectors import matches_label_selector
+from tidemill.kube.selectors import matches
 from tidemill.local.apiserver.status import Cause
 
 Json: TypeAlias = dict[str, Any]
@@ -108,7 +108,7 @@ def _check_workload(spec: Json, old: Json | None) -> list[Cause]:
         if old is not None and old.get("selector") != selector:
             causes.append(Cause("spec.selector", "Invalid value: field is immutable"))
         labels = (spec["template"].get("metadata") or {}).get("labels") or {}
-        if not matches_label_selector(selector, labels):
+        if not matches(selector, labels):
             message = f"Invalid value: {labels}: `selector` does not match template `labels`"
             causes.append(Cause("spec.template.metadata.labels", message))
     return causes + _check_containers(spec["template"]["spec"], "spec.template.spec")

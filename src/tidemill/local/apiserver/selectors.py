@@ -66,20 +66,3 @@ def _field_test(path: str, op: str, value: str) -> Predicate:
         return (text == value) is (op != "!=")
 
     return test
-
-
-def matches_label_selector(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector object (matchLabels, matchExpressions) takes `labels`."""
-    if any(labels.get(k) != v for k, v in (selector.get("matchLabels") or {}).items()):
-        return False
-    for term in selector.get("matchExpressions") or ():
-        key, values = term["key"], term.get("values") or ()
-        holds = {
-            "In": key in labels and labels[key] in values,
-            "NotIn": key not in labels or labels[key] not in values,
-            "Exists": key in labels,
-            "DoesNotExist": key not in labels,
-        }
-        if not holds[term["operator"]]:
-            return False
-    return True
