@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 from tests.conftest import eventually, program
 from tests.e2e.test_capacity import NAME, NAMESPACE, Scene, overload, scene, variant
 
@@ -19,6 +18,7 @@ from tidemill.cli.demo import manifests
 from tidemill.cli.demo.gateway import serves
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS
+from tidemill.manifests import manifests as base
 
 BASE = Path(__file__).parents[2] / "deploy" / "base"
 SERVICE_ACCOUNT = f"system:serviceaccount:{DEFAULT_NAMESPACE}:controller-manager"
@@ -51,8 +51,8 @@ def granted() -> set[tuple[str, str, str]]:
     rules: list[Any] = [
         {"verbs": ["get"], "apiGroups": [""], "resources": ["configmaps"]}
     ]  # of the cluster's role
-    for role in yaml.safe_load_all((BASE / "rbac.yaml").read_text()):
-        rules += role.get("rules") or ()
+    for obj in base():
+        rules += obj.get("rules") or ()
     return {
         (verb, group, resource)
         for rule in rules

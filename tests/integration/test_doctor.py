@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-import yaml
 from tests.conftest import CRDS, program
 from tests.integration.fleet import NAMESPACE, Fleet, plain_crd
 from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
@@ -22,8 +20,8 @@ from tidemill.kube.client import PatchType
 from tidemill.kube.clock import rfc3339, utc_now
 from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, SERVICE_MONITORS, Json, Resource
 from tidemill.local.cluster import LocalCluster
+from tidemill.manifests import manifests
 
-BASE = Path(__file__).parents[2] / "deploy" / "base"
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 POD = "controller-manager-0"
@@ -47,7 +45,7 @@ def hpa(target: str = "dep", variant: str = "va", **spec: Any) -> Json:
 async def rbac(cluster: LocalCluster) -> None:
     """The roles of the manifests."""
     kinds = {r.kind: r for r in (CLUSTER_ROLES, CLUSTER_ROLE_BINDINGS, ROLES, ROLE_BINDINGS)}
-    for obj in yaml.safe_load_all((BASE / "rbac.yaml").read_text()):
+    for obj in manifests():
         if obj["kind"] in kinds:
             await cluster.client.create(kinds[obj["kind"]], obj, obj["metadata"].get("namespace"))
 
@@ -155,14 +153,14 @@ async def test_a_right_is_missing(well: Fleet) -> None:
     await well.client.patch(CLUSTER_ROLES, name, {"rules": rules})
     found, mend = await only_wrong(well, "rights")
     assert found == "may not patch deployments/scale.apps"
-    assert mend == "kubectl apply -f deploy/base/rbac.yaml"
+    assert mend == "tidemill install --image IMAGE | kubectl apply -f -"
 
 
 def test_the_rights_are_those_of_the_manifests() -> None:
     """One truth in two places: what doctor asks for is what is granted (by name: what was learned)."""
     granted = {
         (verb, group, resource)
-        for role in yaml.safe_load_all((BASE / "rbac.yaml").read_text())
+        for role in manifests()
         for rule in role.get("rules") or ()
         if not rule.get("resourceNames")
         for verb in rule["verbs"]
@@ -236,7 +234,7 @@ async def test_nobody_serves_external_metrics(well: Fleet) -> None:
     await well.client.delete(API_SERVICES, EXTERNAL_METRICS)
     found, mend = await only_wrong(well, "external metrics")
     assert "nobody serves it, and HPAs ask for it: hpa" in found
-    assert "deploy/base/apiservice.yaml" in mend
+    assert "tidemill install" in mend
 
 
 async def test_who_serves_external_metrics_is_not_available(well: Fleet) -> None:

@@ -358,6 +358,25 @@ def explain(
 
 
 @app.command()
+def install(
+    image: Annotated[str, typer.Option(help="Image that has `tidemill`.")],
+    namespace: Annotated[str, typer.Option(help="Namespace of the autoscaler.")] = (
+        "workload-variant-autoscaler-system"
+    ),
+    external_metrics: Annotated[
+        bool, typer.Option(help="Serve external.metrics.k8s.io; not where KEDA or prometheus-adapter does.")
+    ] = True,
+) -> None:
+    """Print the manifests of the autoscaler: tidemill install --image IMAGE | kubectl apply -f -"""
+    import yaml
+
+    from tidemill.manifests import manifests
+
+    objects = manifests(image=image, namespace=namespace, external_metrics=external_metrics)
+    typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)
+
+
+@app.command()
 def doctor(
     output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
     kubeconfig: Annotated[str | None, typer.Option(help="Kubeconfig file.")] = None,

@@ -15,6 +15,7 @@ from tidemill.kube.clock import parse_time
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import Json, ObjectKey
 
+INSTALL = "tidemill install --image IMAGE | kubectl apply -f -"
 POD_LABEL, SERIES_LABEL = "__meta_kubernetes_pod_label_llm_d_ai_variant", "llm_d_ai_variant"
 COUNTS = ("wva_desired_replicas", "wva_optimized_replicas")  # metrics that are a number of replicas
 BAND = 0.1  # tolerance of an HPA that says nothing else
@@ -68,7 +69,7 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
 
 
 def needed_rights(namespace: str) -> list[Right]:
-    """What the autoscaler does with the API server; deploy/base/rbac.yaml grants just this."""
+    """What the autoscaler does with the API server; manifests/rbac.yaml grants just this."""
     read = {
         "": ("pods", "nodes", "namespaces", "configmaps"),
         "apps": ("deployments", "replicasets"),
@@ -106,7 +107,7 @@ def _installed(fleet: Fleet) -> Iterator[Wrong]:
     if not fleet.controllers:
         yield Wrong(
             f"namespace {fleet.namespace}", "no pod of the autoscaler is there",
-            "kubectl apply -k deploy/base; or say where it is: tidemill doctor --controller-namespace NAMESPACE",
+            f"{INSTALL}; or say where it is: --controller-namespace NAMESPACE",
         )  # fmt: skip
     for pod in fleet.controllers:
         ready = find_condition((pod.get("status") or {}).get("conditions") or (), "Ready") or {}
@@ -137,9 +138,7 @@ def _leader(fleet: Fleet, now: dt.datetime) -> Iterator[Wrong]:
 
 def _rights(fleet: Fleet) -> Iterator[Wrong]:
     for right in fleet.missing_rights:
-        yield Wrong(
-            "service account of the autoscaler", f"may not {right}", "kubectl apply -f deploy/base/rbac.yaml"
-        )
+        yield Wrong("service account of the autoscaler", f"may not {right}", INSTALL)
 
 
 def _valid(fleet: Fleet) -> Iterator[Wrong]:
@@ -225,7 +224,7 @@ def _external(fleet: Fleet) -> Iterator[Wrong]:
         names = ", ".join(hpa["metadata"]["name"] for hpa in users)
         yield Wrong(
             about, f"nobody serves it, and HPAs ask for it: {names}",
-            "kubectl apply -f deploy/base/apiservice.yaml, or install prometheus-adapter",
+            f"{INSTALL}, or install prometheus-adapter",
         )  # fmt: skip
         return
     status = fleet.external_metrics.get("status") or {}
