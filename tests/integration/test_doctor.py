@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
-from tests.conftest import CRDS, program
+from tests.conftest import CRDS, eventually, free_port, program
 from tests.integration.fleet import NAMESPACE, Fleet, plain_crd
+from tests.integration.prometheus import prometheus, serving, static
 from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
 
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, DEFAULT_NAMESPACE
@@ -94,13 +97,14 @@ async def decided(fleet: Fleet, replicas: int, *, metrics: str = "True") -> None
     await fleet.client.patch(VARIANT_AUTOSCALINGS, "va", {"status": status}, NAMESPACE, sub="status")
 
 
-async def examined(fleet: Fleet) -> list[Check]:
-    return examine(await read(fleet.client, DEFAULT_NAMESPACE, needed_rights), utc_now())
+async def examined(fleet: Fleet, prometheus: str = "") -> list[Check]:
+    found = await read(fleet.client, DEFAULT_NAMESPACE, needed_rights, prometheus=prometheus)
+    return examine(found, utc_now())
 
 
-async def only_wrong(fleet: Fleet, check: str) -> tuple[str, str]:
+async def only_wrong(fleet: Fleet, check: str, prometheus: str = "") -> tuple[str, str]:
     """What was found and what mends it, when just this one thing is wrong."""
-    found = {c.name: c.wrong for c in await examined(fleet) if c.wrong}
+    found = {c.name: c.wrong for c in await examined(fleet, prometheus) if c.wrong}
     assert list(found) == [check], found
     (wrong,) = found[check]
     assert wrong.about
@@ -111,7 +115,7 @@ async def test_nothing_is_wrong(well: Fleet) -> None:
     checks = await examined(well)
     assert [check for check in checks if check.wrong] == []
     assert all(check.looked_at for check in checks)
-    assert len({check.name for check in checks}) == len(checks) == 14
+    assert len({check.name for check in checks}) == len(checks) == 15
 
 
 async def test_the_crd_is_missing(well: Fleet) -> None:
@@ -354,6 +358,85 @@ class TestMonitors:
         assert [c for c in await examined(well) if c.wrong] == []
 
 
+@pytest.mark.prometheus
+class TestPrometheus:
+    """A real one, that scrapes a model server and the autoscaler's series in each of several ways."""
+
+    ENGINE = 'vllm:num_requests_waiting{model_name="m"} 0\n'
+    DECISION = 'wva_desired_replicas{variant_name="va",namespace="serving",accelerator_type="A100"} 2\n'
+
+    async def look(
+        self, well: Fleet, directory: Path, *, engine: dict[str, str] | None, honor_labels: bool = False
+    ) -> tuple[str, str] | None:
+        """What is wrong, if just one thing is, with series of these labels; None is without a model server."""
+        async with serving(lambda: self.ENGINE) as server, serving(lambda: self.DECISION) as autoscaler:
+            decisions = static("wva", autoscaler, namespace=DEFAULT_NAMESPACE) | {"honor_labels": honor_labels}
+            engines = [] if engine is None else [static("vllm", server, **engine)]
+            async with prometheus(directory, [decisions, *engines]) as url:
+                names = ["wva_desired_replicas", *(["vllm:num_requests_waiting"] if engines else [])]
+                for name in names:
+                    await scraped(url, name)
+                found = [wrong for check in await examined(well, url) for wrong in check.wrong]
+        if not found:
+            return None
+        (wrong,) = found
+        return wrong.found, wrong.mend
+
+    @pytest.mark.parametrize(
+        ("engine", "words", "mend"),
+        [
+            ({"namespace": "serving", "pod": "dep-0"}, "", ""),
+            (None, "it answers, and has no series vllm:num_requests_waiting", "kubectl get podmonitor"),
+            (
+                {"namespace": "serving"},
+                "1 series of model servers have no label pod",
+                "__meta_kubernetes_pod_name",
+            ),
+            ({"pod": "dep-0"}, "1 series of model servers have no label namespace", "_kubernetes_namespace"),
+        ],
+    )
+    async def test_series_of_model_servers(
+        self, well: Fleet, tmp_path: Path, engine: dict[str, str] | None, words: str, mend: str
+    ) -> None:
+        found = await self.look(well, tmp_path, engine=engine)
+        if not words:
+            assert found is None
+            return
+        assert found is not None
+        assert words in found[0]
+        assert mend in found[1]
+
+    @pytest.mark.parametrize(
+        ("label", "honor_labels", "right"),
+        [("namespace", False, "exported_namespace"), ("exported_namespace", True, "namespace")],
+    )
+    async def test_the_namespace_of_decisions_has_another_name(
+        self, well: Fleet, tmp_path: Path, label: str, honor_labels: bool, right: str
+    ) -> None:
+        metrics = hpa()["spec"]["metrics"]
+        metrics[0]["external"]["metric"]["selector"]["matchLabels"][label] = NAMESPACE
+        await well.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": {"metrics": metrics}}, NAMESPACE)
+        engine = {"namespace": "serving", "pod": "dep-0"}
+        found = await self.look(well, tmp_path, engine=engine, honor_labels=honor_labels)
+        assert found is not None
+        assert f"it selects {label}=serving, and Prometheus has the namespace of variants as {right}" in found[0]
+
+    async def test_it_cannot_be_reached(self, well: Fleet) -> None:
+        found, mend = await only_wrong(well, "prometheus", f"http://127.0.0.1:{free_port()}")
+        assert "cannot be reached" in found
+        assert "PROMETHEUS_BASE_URL" in mend
+
+
+async def scraped(url: str, name: str) -> None:
+    async with aiohttp.ClientSession() as session:
+
+        async def there() -> bool:
+            async with session.get(f"{url}/api/v1/query", params={"query": name}) as response:
+                return bool((await response.json())["data"]["result"])
+
+        await eventually(there, within=20)
+
+
 async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         program("tidemill"), "doctor", "--kubeconfig", str(cluster.kubeconfig), *args,
@@ -366,7 +449,7 @@ async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
 
 async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
     status, out = await run(wva)
-    assert (status, out.count("ok   "), "wrong" in out) == (0, 14, False), out
+    assert (status, out.count("ok   "), "wrong" in out) == (0, 15, False), out
     await decided(well, 12)
     status, out = await run(wva)
     assert status == 1

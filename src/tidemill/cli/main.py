@@ -384,11 +384,22 @@ def doctor(
     controller_namespace: Annotated[
         str, typer.Option(help="Namespace of the autoscaler.")
     ] = "workload-variant-autoscaler-system",
+    prometheus: Annotated[
+        str, typer.Option(help="URL of Prometheus, as of kubectl port-forward, to look at its series too.")
+    ] = "",
 ) -> None:
     """Say what is wrong with a fleet that does not scale, and what mends it."""
     from tidemill.cli.doctor.main import doctor as main
 
-    run(main(output=output, kubeconfig=kubeconfig, context=context, controller_namespace=controller_namespace))
+    run(
+        main(
+            output=output,
+            kubeconfig=kubeconfig,
+            context=context,
+            controller_namespace=controller_namespace,
+            prometheus=prometheus,
+        )
+    )
 
 
 @app.command()

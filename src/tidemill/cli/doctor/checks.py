@@ -14,6 +14,7 @@ from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, Fleet, Right
 from tidemill.kube.clock import parse_time
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import Json, ObjectKey
+from tidemill.metrics.samples import QUEUE_LENGTH
 
 INSTALL = "tidemill install --image IMAGE | kubectl apply -f -"
 POD_LABEL, SERIES_LABEL = "__meta_kubernetes_pod_label_llm_d_ai_variant", "llm_d_ai_variant"
@@ -61,6 +62,11 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
         ("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet)),
         ("own monitor", f"ServiceMonitor {fleet.namespace}/{SERVICE_MONITOR}", _own_monitor(fleet)),
         ("relabelling", f"{len(fleet.monitored)} ServiceMonitors and PodMonitors", _relabelling(fleet)),
+        (
+            "prometheus",
+            fleet.seen.url if fleet.seen else "not asked: say where by --prometheus URL",
+            _series(fleet),
+        ),
         ("limits", "minimum and maximum of scalers and decisions", _limits(fleet)),
         ("target type", "metric targets of the HPAs", _target_type(fleet)),
         ("single steps", "behavior of the HPAs", _single_steps(fleet)),
@@ -289,6 +295,45 @@ def _relabelling(fleet: Fleet) -> Iterator[Wrong]:
 
 def _carries_label(rule: Json) -> bool:
     return POD_LABEL in (rule.get("sourceLabels") or ()) and rule.get("targetLabel") == SERIES_LABEL
+
+
+def _series(fleet: Fleet) -> Iterator[Wrong]:
+    """What Prometheus has scraped, and under which labels."""
+    seen = fleet.seen
+    if seen is None:
+        return
+    if seen.problem:
+        yield Wrong(
+            seen.url, seen.problem,
+            "kubectl get svc -A | grep prometheus; then PROMETHEUS_BASE_URL in the autoscaler's environment or in "
+            f"ConfigMap {fleet.namespace}/wva-manager-config, or --metrics-source direct without any",
+        )  # fmt: skip
+        return
+    if not seen.engines:
+        yield Wrong(
+            seen.url, f"it answers, and has no series {QUEUE_LENGTH}: nobody scrapes the model servers",
+            "kubectl get podmonitor,servicemonitor -A; docs/autoscaler.md has one for vLLM",
+        )  # fmt: skip
+    for label in ("namespace", "pod"):
+        bare = [labels for labels in seen.engines if not labels.get(label)]
+        if bare:
+            where = ", ".join(sorted({labels.get("instance", "?") for labels in bare})[:3])
+            source = f"__meta_kubernetes_{'namespace' if label == 'namespace' else 'pod_name'}"
+            yield Wrong(
+                seen.url, f"{len(bare)} series of model servers have no label {label} (instances {where})",
+                f'add {{"sourceLabels":["{source}"],"targetLabel":"{label}"}} to the relabelings of their monitor',
+            )  # fmt: skip
+    renamed = any(labels.get("exported_namespace") for labels in seen.decisions)
+    for hpa in fleet.hpas if seen.decisions else ():
+        for external in _external_metrics(hpa):
+            chosen = (external["metric"].get("selector") or {}).get("matchLabels") or {}
+            wrong, right = ("namespace", "exported_namespace") if renamed else ("exported_namespace", "namespace")
+            if wrong in chosen and not any(labels.get(wrong) == chosen[wrong] for labels in seen.decisions):
+                yield Wrong(
+                    f"HorizontalPodAutoscaler {ObjectKey.of(hpa)}",
+                    f"it selects {wrong}={chosen[wrong]}, and Prometheus has the namespace of variants as {right}",
+                    f"{_edit('hpa', ObjectKey.of(hpa))}: {right} in place of {wrong}",
+                )
 
 
 def _limits(fleet: Fleet) -> Iterator[Wrong]:

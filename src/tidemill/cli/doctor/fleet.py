@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from tidemill.api.manager_config import PrometheusConfig
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, VARIANT_LABEL
 from tidemill.autoscaler.views import (
     DeploymentView,
@@ -34,10 +35,13 @@ from tidemill.kube.resources import (
     Resource,
 )
 from tidemill.kube.selectors import matches
+from tidemill.metrics.prometheus import PrometheusClient, PrometheusError
+from tidemill.metrics.samples import QUEUE_LENGTH
 
 POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SERVICES = Resource("", "v1", "services", "Service")
 API_SERVICES = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
+TIMEOUT = 10.0  # seconds for an answer of Prometheus
 EXTERNAL_METRICS = "v1beta1.external.metrics.k8s.io"
 
 
@@ -55,11 +59,22 @@ class Right:
         return f"{self.verb} {self.resource}{'.' + self.group if self.group else ''}{where}"
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What Prometheus has: why it could not be asked, else labels of the series of servers and of decisions."""
+
+    url: str
+    problem: str = ""
+    engines: tuple[Mapping[str, str], ...] = ()
+    decisions: tuple[Mapping[str, str], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """Objects as they are. `scalers` are HPAs and ScaledObjects, `hpas` the former as the API server gives them;
     None is a kind that the cluster does not serve. `monitored` are the labelled pods that each ServiceMonitor and
-    PodMonitor has scraped; `missing_rights` are those of the account that runs the autoscaler."""
+    PodMonitor has scraped; `missing_rights` are those of the account that runs the autoscaler; `seen` is None when
+    nobody said where Prometheus is."""
 
     namespace: str
     variants: tuple[ValidVariant | InvalidVariant, ...] | None
@@ -72,6 +87,7 @@ class Fleet:
     service_monitors: tuple[Json, ...] | None
     monitored: tuple[tuple[Json, tuple[str, ...]], ...]
     missing_rights: tuple[Right, ...]
+    seen: Seen | None
 
     @property
     def valid(self) -> list[ValidVariant]:
@@ -100,8 +116,11 @@ class Fleet:
         return bool(self.controllers) and not direct
 
 
-async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[Right]]) -> Fleet:
-    """A reading; `namespace` is the autoscaler's, `rights` what its account needs there. Raises ApiError."""
+async def read(
+    client: KubeClient, namespace: str, rights: Callable[[str], list[Right]], *, prometheus: str = ""
+) -> Fleet:
+    """A reading; `namespace` is the autoscaler's, `rights` what its account needs there, `prometheus` a URL.
+    Raises ApiError."""
     pods = (await client.list(PODS, namespace, label_selector=POD_SELECTOR)).items
     account = next((p["spec"].get("serviceAccountName") or "default" for p in pods), "")
     user = f"system:serviceaccount:{namespace}:{account}"
@@ -128,7 +147,20 @@ async def read(client: KubeClient, namespace: str, rights: Callable[[str], list[
         service_monitors=None if service_monitors is None else tuple(service_monitors),
         monitored=await _monitored(client, monitors) if monitors else (),
         missing_rights=tuple(right for right, ok in zip(wanted, allowed, strict=True) if not ok),
+        seen=await _seen(prometheus) if prometheus else None,
     )
+
+
+async def _seen(url: str) -> Seen:
+    client = PrometheusClient(PrometheusConfig(base_url=url))
+    try:
+        engines = await client.query(QUEUE_LENGTH, TIMEOUT)
+        decisions = await client.query("wva_desired_replicas", TIMEOUT)
+    except PrometheusError as error:
+        return Seen(url, problem=str(error))
+    finally:
+        await client.close()
+    return Seen(url, "", tuple(row.labels for row in engines), tuple(row.labels for row in decisions))
 
 
 async def _monitored(client: KubeClient, monitors: list[Json]) -> tuple[tuple[Json, tuple[str, ...]], ...]:

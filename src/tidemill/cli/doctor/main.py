@@ -17,12 +17,14 @@ from tidemill.kube.clock import utc_now
 from tidemill.kube.errors import ApiError
 
 
-async def doctor(*, output: str, kubeconfig: str | None, context: str | None, controller_namespace: str) -> None:
+async def doctor(
+    *, output: str, kubeconfig: str | None, context: str | None, controller_namespace: str, prometheus: str
+) -> None:
     if output not in ("text", "json"):
         raise typer.BadParameter(f"{output!r} is not one of text, json", param_hint="--output")
     try:
         async with await KubeClient.connect(kubeconfig, context) as client:
-            fleet = await read(client, controller_namespace, needed_rights)
+            fleet = await read(client, controller_namespace, needed_rights, prometheus=prometheus)
     except ConfigException as error:
         _fail(f"no cluster: {error}; give --kubeconfig")
     except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
