@@ -363,6 +363,9 @@ def install(
     namespace: Annotated[str, typer.Option(help="Namespace of the autoscaler.")] = (
         "workload-variant-autoscaler-system"
     ),
+    watch_namespace: Annotated[
+        str, typer.Option(help="Look after this namespace only, with rights there; all when absent.")
+    ] = "",
     external_metrics: Annotated[
         bool, typer.Option(help="Serve external.metrics.k8s.io; not where KEDA or prometheus-adapter does.")
     ] = True,
@@ -372,7 +375,9 @@ def install(
 
     from tidemill.manifests import manifests
 
-    objects = manifests(image=image, namespace=namespace, external_metrics=external_metrics)
+    objects = manifests(
+        image=image, namespace=namespace, watch_namespace=watch_namespace, external_metrics=external_metrics
+    )
     typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)
 
 

@@ -74,8 +74,9 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
     return [Check(name, looked_at, tuple(found)) for name, looked_at, found in questions]
 
 
-def needed_rights(namespace: str) -> list[Right]:
-    """What the autoscaler does with the API server; manifests/rbac.yaml grants just this."""
+def needed_rights(namespace: str, watched: str = "") -> list[Right]:
+    """What the autoscaler does with the API server; manifests/rbac.yaml grants just this. `watched` is the only
+    namespace that it looks after, "" for all."""
     read = {
         "": ("pods", "nodes", "namespaces", "configmaps"),
         "apps": ("deployments", "replicasets"),
@@ -89,15 +90,15 @@ def needed_rights(namespace: str) -> list[Right]:
     }
     return [
         *(
-            Right(verb, group, resource)
+            Right(verb, group, resource, "" if resource in ("nodes", "namespaces") else watched)
             for group, resources in read.items()
             for resource in resources
             for verb in ("list", "watch")
         ),
-        Right("patch", "llmd.ai", "variantautoscalings/status"),
-        Right("create", "", "events"),
-        Right("patch", "", "events"),
-        Right("patch", "apps", "deployments/scale"),
+        Right("patch", "llmd.ai", "variantautoscalings/status", watched),
+        Right("create", "", "events", watched),
+        Right("patch", "", "events", watched),
+        Right("patch", "apps", "deployments/scale", watched),
         Right("create", "authentication.k8s.io", "tokenreviews"),
         Right("create", "authorization.k8s.io", "subjectaccessreviews"),
         *(Right(verb, "coordination.k8s.io", "leases", namespace) for verb in ("get", "create", "update")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -94,38 +94,37 @@ class Fleet:
         return [v for v in self.variants or () if isinstance(v, ValidVariant)]
 
     @property
-    def flags(self) -> list[str]:
-        """Command lines of the autoscaler's containers."""
-        return [
-            word
-            for pod in self.controllers
-            for container in pod["spec"].get("containers") or ()
-            for word in (*(container.get("command") or ()), *(container.get("args") or ()))
-        ]
-
-    @property
     def writes_replicas(self) -> bool:
-        flags = self.flags
-        return "--actuation=scale" in flags or ("--actuation", "scale") in pairwise(flags)
+        return flag(self.controllers, "--actuation") == "scale"
 
     @property
     def asks_prometheus(self) -> bool:
         """Whether numbers come from there."""
-        flags = self.flags
-        direct = "--metrics-source=direct" in flags or ("--metrics-source", "direct") in pairwise(flags)
-        return bool(self.controllers) and not direct
+        return bool(self.controllers) and flag(self.controllers, "--metrics-source") != "direct"
+
+
+def flag(pods: Sequence[Json], name: str) -> str:
+    """What the autoscaler's containers are told by a flag; "" when they are not."""
+    for pod in pods:
+        for container in pod["spec"].get("containers") or ():
+            words = [*(container.get("command") or ()), *(container.get("args") or ())]
+            for word, following in pairwise([*words, ""]):
+                given, equals, value = word.partition("=")
+                if given == name:
+                    return value if equals else following
+    return ""
 
 
 async def read(
-    client: KubeClient, namespace: str, rights: Callable[[str], list[Right]], *, prometheus: str = ""
+    client: KubeClient, namespace: str, rights: Callable[[str, str], list[Right]], *, prometheus: str = ""
 ) -> Fleet:
-    """A reading; `namespace` is the autoscaler's, `rights` what its account needs there, `prometheus` a URL.
-    Raises ApiError."""
+    """A reading; `namespace` is the autoscaler's, `rights` what its account needs there and in the namespace that
+    it watches, `prometheus` a URL. Raises ApiError."""
     pods = (await client.list(PODS, namespace, label_selector=POD_SELECTOR)).items
     account = next((p["spec"].get("serviceAccountName") or "default" for p in pods), "")
     user = f"system:serviceaccount:{namespace}:{account}"
-    wanted = rights(namespace) if account else []
-    allowed = await asyncio.gather(*(_allowed(client, user, right) for right in wanted))
+    wanted = rights(namespace, flag(pods, "--watch-namespace")) if account else []
+    allowed = await asyncio.gather(*(granted(client, user, right) for right in wanted))
     hpas = await _all(client, HORIZONTAL_POD_AUTOSCALERS) or []
     scaled = await _all(client, SCALED_OBJECTS) or []
     variants = await _all(client, VARIANT_AUTOSCALINGS)
@@ -204,7 +203,8 @@ async def _one(client: KubeClient, resource: Resource, name: str, namespace: str
         return None
 
 
-async def _allowed(client: KubeClient, user: str, right: Right) -> bool:
+async def granted(client: KubeClient, user: str, right: Right) -> bool:
+    """Whether a service account (by its full name) has a right."""
     namespace = user.split(":")[2]
     groups = ["system:authenticated", "system:serviceaccounts", f"system:serviceaccounts:{namespace}"]
     resource, _, sub = right.resource.partition("/")

@@ -1,0 +1,73 @@
+"""The roles of the manifests, enforced: with them everything works, cluster-wide and in one namespace."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conftest import CRDS, create_namespace
+from tests.integration.fleet import NAMESPACE, SCALE, Fleet, running
+from tests.integration.test_doctor import ROLE_BINDINGS, ROLES
+from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
+
+from tidemill.api.crd import variant_autoscaling_crd
+from tidemill.api.names import DEFAULT_NAMESPACE
+from tidemill.cli.doctor.checks import needed_rights
+from tidemill.cli.doctor.fleet import granted
+from tidemill.kube.client import KubeClient
+from tidemill.kube.errors import ForbiddenError
+from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS
+from tidemill.local.cluster import LocalCluster
+from tidemill.manifests import manifests
+
+OTHER = "other"
+ACCOUNT = f"system:serviceaccount:{DEFAULT_NAMESPACE}:controller-manager"
+
+
+@pytest.mark.parametrize("watched", ["", NAMESPACE], ids=["cluster-wide", "one namespace"])
+async def test_it_does_its_work_with_its_own_rights(watched: str) -> None:
+    """List, watch, decide, write the status, the scale, an event and what was learned."""
+    async with LocalCluster(workloads=False, authorize=True, bookmark_seconds=0.2) as cluster:
+        admin = cluster.client
+        await admin.create(CRDS, variant_autoscaling_crd())
+        for name in (NAMESPACE, OTHER, DEFAULT_NAMESPACE):
+            await create_namespace(admin, name)
+        kinds = {r.kind: r for r in (CLUSTER_ROLES, CLUSTER_ROLE_BINDINGS, ROLES, ROLE_BINDINGS)}
+        for obj in manifests(watch_namespace=watched):
+            if obj["kind"] in kinds:
+                await admin.create(kinds[obj["kind"]], obj, obj["metadata"].get("namespace"))
+        fleet = Fleet(admin)
+        await fleet.config_map("wva-saturation-scaling-config", {"default": "analyzerName: saturation"})
+        pods = await fleet.deployment("dep", 2)
+        await fleet.variant("va", "dep")
+        token = cluster.server.add_token(ACCOUNT)
+        path = cluster.server.write_kubeconfig(cluster.directory / "account", token)
+        async with await KubeClient.connect(str(path)) as client:
+            options = {"watch_namespace": watched or None, **SCALE}
+            async with running(client, **options) as harness:
+                assert not [i for i in harness.controller.world.informers if i.error]
+                harness.source.put_all(pods, 0.95, 0, kv_tokens=10_000)
+                await harness.cycle()
+                harness.source.put_all(pods, 0.95, 0, kv_tokens=10_000)
+                await harness.cycle()
+                assert (harness.desired("va") or 0) > 2
+                assert (await fleet.status("va"))["desiredOptimizedAlloc"]["numReplicas"] > 2
+            replicas = (await admin.get(DEPLOYMENTS, "dep", NAMESPACE))["spec"]["replicas"]
+            assert replicas > 2
+            assert await fleet.events("ScaledUp")
+            missing = [
+                right
+                for right in needed_rights(DEFAULT_NAMESPACE, watched)
+                if not await granted(admin, ACCOUNT, right)
+            ]
+            assert missing == []  # what doctor looks for is what is granted
+            # And no more than that.
+            with pytest.raises(ForbiddenError):
+                await client.create(CONFIG_MAPS, {"metadata": {"name": "x"}}, OTHER)
+            with pytest.raises(ForbiddenError):
+                await client.delete(PODS, pods[0], NAMESPACE)
+            if watched:
+                with pytest.raises(ForbiddenError):
+                    await client.list(PODS, OTHER)
+                with pytest.raises(ForbiddenError):
+                    await client.scale(DEPLOYMENTS, "dep", OTHER, 9)
+            else:
+                assert (await client.list(PODS, OTHER)).items == []
