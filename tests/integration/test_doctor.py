@@ -115,6 +115,7 @@ async def test_nothing_is_wrong(well: Fleet) -> None:
     checks = await examined(well)
     assert [check for check in checks if check.wrong] == []
     assert all(check.looked_at for check in checks)
+    assert {check.name for check in checks if check.skipped} == {"prometheus"}
     assert len({check.name for check in checks}) == len(checks) == 15
 
 
@@ -449,7 +450,8 @@ async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
 
 async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
     status, out = await run(wva)
-    assert (status, out.count("ok   "), "wrong" in out) == (0, 15, False), out
+    assert (status, out.count("ok   "), "wrong" in out) == (0, 14, False), out
+    assert "--    prometheus: not looked at: give --prometheus URL" in out
     await decided(well, 12)
     status, out = await run(wva)
     assert status == 1
@@ -460,8 +462,15 @@ async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
     found = orjson.loads(out)
     assert (status, found["ok"]) == (1, False)
     (limits,) = [check for check in found["checks"] if check["wrong"]]
-    assert set(limits) == {"name", "looked_at", "wrong"}
+    assert set(limits) == {"name", "looked_at", "wrong", "skipped"}
     assert set(limits["wrong"][0]) == {"about", "found", "mend"}
+
+
+async def test_what_was_not_looked_at_is_not_called_well(api_only: LocalCluster) -> None:
+    """An empty cluster: one thing is wrong, and of the others nothing can be said."""
+    checks = examine(await read(api_only.client, DEFAULT_NAMESPACE, needed_rights), utc_now())
+    assert [check.name for check in checks if check.wrong] == ["installed"]
+    assert all(check.skipped for check in checks[1:])
 
 
 async def test_without_a_cluster() -> None:

@@ -35,43 +35,54 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A question, what was looked at for it, and the answer."""
+    """A question, what was looked at for it, and the answer; or why it was not asked."""
 
     name: str
     looked_at: str
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[Wrong, ...] = ()
+    skipped: str = ""
 
 
 def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
     """All checks, in the order in which one would look."""
     scalers, variants = len(fleet.scalers), len(fleet.variants or ())
     count = f"{variants} VariantAutoscalings, {scalers} HPAs and ScaledObjects"
-    questions: list[tuple[str, str, Iterable[Wrong]]] = [
-        (
-            "installed",
-            f"CRD, pods labelled control-plane=controller-manager in {fleet.namespace}",
-            _installed(fleet),
+    place = fleet.namespace
+    away = "" if fleet.controllers else "no autoscaler is there"
+    nothing = "" if variants or scalers else "there are none"
+    hpas = "" if any(any(_external_metrics(hpa)) for hpa in fleet.hpas) else "no HPA reads a wva_ metric"
+    return [
+        _check("installed", f"CRD, pods labelled control-plane=controller-manager in {place}", _installed(fleet)),
+        _check("leader", f"lease in {place}", _leader(fleet, now), away or _unelected(fleet)),
+        _check("rights", f"access reviews for the service account in {place}", _rights(fleet), away),
+        _check("valid", count, _valid(fleet), nothing),
+        _check("targets", count, _targets(fleet), nothing),
+        _check("numbers", "conditions of the VariantAutoscalings", _numbers(fleet), nothing),
+        _check("one scaler", count, _one_scaler(fleet), nothing),
+        _check("follows", "selectors of the HPAs' metrics", _follows(fleet), hpas),
+        _check("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet), hpas),
+        _check("own monitor", f"ServiceMonitor {place}/{SERVICE_MONITOR}", _own_monitor(fleet), hpas),
+        _check(
+            "relabelling", f"{len(fleet.monitored)} ServiceMonitors and PodMonitors", _relabelling(fleet),
+            away or ("" if fleet.asks_prometheus else "the autoscaler scrapes pods itself"),
         ),
-        ("leader", f"lease in {fleet.namespace}", _leader(fleet, now)),
-        ("rights", f"access reviews for the service account in {fleet.namespace}", _rights(fleet)),
-        ("valid", count, _valid(fleet)),
-        ("targets", count, _targets(fleet)),
-        ("numbers", "conditions of the VariantAutoscalings", _numbers(fleet)),
-        ("one scaler", count, _one_scaler(fleet)),
-        ("follows", "selectors of the HPAs' metrics", _follows(fleet)),
-        ("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet)),
-        ("own monitor", f"ServiceMonitor {fleet.namespace}/{SERVICE_MONITOR}", _own_monitor(fleet)),
-        ("relabelling", f"{len(fleet.monitored)} ServiceMonitors and PodMonitors", _relabelling(fleet)),
-        (
-            "prometheus",
-            fleet.seen.url if fleet.seen else "not asked: say where by --prometheus URL",
-            _series(fleet),
+        _check(
+            "prometheus", fleet.seen.url if fleet.seen else "series", _series(fleet),
+            "" if fleet.seen else "give --prometheus URL to have it asked",
         ),
-        ("limits", "minimum and maximum of scalers and decisions", _limits(fleet)),
-        ("target type", "metric targets of the HPAs", _target_type(fleet)),
-        ("single steps", "behavior of the HPAs", _single_steps(fleet)),
-    ]
-    return [Check(name, looked_at, tuple(found)) for name, looked_at, found in questions]
+        _check("limits", "minimum and maximum of scalers and decisions", _limits(fleet), hpas),
+        _check("target type", "metric targets of the HPAs", _target_type(fleet), hpas),
+        _check("single steps", "behavior of the HPAs", _single_steps(fleet), hpas),
+    ]  # fmt: skip
+
+
+def _check(name: str, looked_at: str, wrong: Iterable[Wrong], skipped: str = "") -> Check:
+    found = tuple(wrong)
+    return Check(name, looked_at, found, "" if found else skipped)
+
+
+def _unelected(fleet: Fleet) -> str:
+    return "" if fleet.lease else "it runs without election"
 
 
 def needed_rights(namespace: str, watched: str = "") -> list[Right]:

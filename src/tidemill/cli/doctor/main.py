@@ -43,6 +43,9 @@ async def doctor(
 def _print(checks: list[Check]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for check in checks:
+        if check.skipped:
+            console.print(f"--    {check.name}: not looked at: {check.skipped}", markup=False)
+            continue
         if not check.wrong:
             console.print(f"[green]ok   [/]{check.name}: {check.looked_at}", markup=True)
             continue
