@@ -207,9 +207,7 @@ class Engine:
     async def _carry_out(self, decided: list[tuple[Decision, Member]]) -> None:
         results = await asyncio.gather(*(self._apply(decision, member) for decision, member in decided))
         for decision in results:
-            before = self._decisions.get(decision.variant, decision.uid)
-            if self._decisions.record(decision):
-                self._changed(decision, before)
+            self._record(decision)
             if decision.direction is not Direction.HOLD:
                 log.info(
                     "decision",
@@ -223,16 +221,8 @@ class Engine:
         """Export and carry out one decision. What fails is said in the decision and tried again next time."""
         if self._dry_run:
             return replace(decision, applied=False, not_applied="dry run")
-        exported = ExportedDecision(
-            decision.variant.name, decision.variant.namespace, decision.accelerator, decision.replicas,
-            decision.current,
-        )  # fmt: skip
         try:
-            self._exporter.publish(exported)
-            if decision.direction is not Direction.HOLD:
-                self._exporter.count_scaling(
-                    exported, direction=decision.direction.value, reason=decision.explanation.cause.value
-                )
+            self._export(decision)
             if why := self._world.paused(member.variant.spec.target):
                 return replace(decision, applied=False, not_applied=f"paused: {why}")
             # An HPA rests while its target has no replicas: the first one comes from here.
@@ -263,11 +253,20 @@ class Engine:
             not_applied="",
             at=self._now(),
         )
+        self._export(decision)
+        self._record(decision)
+
+    def _export(self, decision: Decision) -> None:
+        key = decision.variant
         exported = ExportedDecision(
-            decision.variant.name, decision.variant.namespace, decision.accelerator, replicas, replicas
+            key.name, key.namespace, decision.accelerator, decision.replicas, decision.current
         )
         self._exporter.publish(exported)
-        self._exporter.count_scaling(exported, direction=Direction.UP.value, reason=explanation.cause.value)
+        if decision.direction is not Direction.HOLD:
+            cause = decision.explanation.cause.value
+            self._exporter.count_scaling(exported, direction=decision.direction.value, reason=cause)
+
+    def _record(self, decision: Decision) -> None:
         before = self._decisions.get(decision.variant, decision.uid)
         if self._decisions.record(decision):
             self._changed(decision, before)
