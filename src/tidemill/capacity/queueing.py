@@ -168,7 +168,7 @@ class ReplicaModel:
             ttft=wait + first,
             ttft_deviation=math.sqrt(max(0.0, wait_variance + first_variance)),
             itl=steps.itl,
-            itl_deviation=math.sqrt(steps.variance),
+            itl_deviation=math.sqrt(max(0.0, steps.variance)),
             inside=float(weight @ count),
         )
 
@@ -215,7 +215,7 @@ class ReplicaModel:
         base, each, prompt = self._times.base, self._per_decode, self._prompt
         spread = self._workload.variability
         further = max(0.001, self._workload.output_tokens - 1)  # with none at all nothing would see a step
-        rate = min(rate, (1 - base / self._longest_step) / (prompt + further * each))
+        rate = min(rate, (1 - base / self._longest_step) / max(1e-12, prompt + further * each))
         reading = rate * prompt
         mean = base / (1 - reading - rate * further * each)
         decoding = rate * further * mean
@@ -245,7 +245,7 @@ class ReplicaModel:
         return _Steps(
             mean=mean,
             variance=variance,
-            itl=mean + with_decoding / decoding,
+            itl=mean + (with_decoding / decoding if decoding else 0.0),
             ttft=ttft,
             ttft_variance=(
                 (1 / 3 + reading + reading**2) * found_square

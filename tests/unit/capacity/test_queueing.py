@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
@@ -71,6 +72,22 @@ class TestReplicaModel:
         assert found.at(rate).meets(target)
         if rate < 0.99 * found.max_rate:
             assert not found.at(rate * 1.02).meets(target)
+
+    @given(
+        st.sampled_from((1e-6, 0.02)), st.sampled_from((0.0, 1e-5)), st.sampled_from((0.0, 1e-8)),
+        st.sampled_from((0.0, 1e-5)), st.sampled_from((0.0, 1000.0)), st.sampled_from((1.0, 1.001, 200.0)),
+    )  # fmt: skip
+    def test_costs_and_sizes_may_be_nothing(
+        self, base: float, sequence: float, context: float, prompt: float, size_in: float, size_out: float
+    ) -> None:
+        """A prompt that is wholly cached, an answer of one token, a cost that was never seen."""
+        times = ServiceTimes(base=base, per_sequence=sequence, per_context_token=context, per_prompt_token=prompt)
+        workload = Workload(input_tokens=size_in, output_tokens=size_out)
+        found = ReplicaModel(times, workload, kv_tokens=100_000)
+        for share in (0.001, 0.5, 1.2):
+            seen = found.at(share * found.max_rate)
+            assert 0 < seen.ttft < math.inf
+            assert 0 < seen.itl < math.inf
 
     def test_memory_bounds_the_batch(self) -> None:
         times, _ = times_of(L40S)
