@@ -38,8 +38,9 @@ class Experience:
 
     too_much: dict[str, float] = field(default_factory=dict)
     _rates: list[tuple[float, float]] = field(default_factory=list)  # time, rate; of the last SETTLE seconds
-    _last: dict[str, tuple[Decimal, Decimal]] = field(default_factory=dict)  # supply and demand by analyzer
+    _last: dict[str, Decimal] = field(default_factory=dict)  # demand by analyzer
     _shape: tuple[float, float] | None = None
+    _ready: int = 0  # replicas in the cycle before
     # By variant, of the shortage that goes on: what was known before it, and the highest rate in it.
     _shortage: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -62,11 +63,21 @@ class Experience:
         before = min((known for _, known in self._rates), default=0.0)
         if rate is not None:
             self._rates.append((now, rate))
-        last = self._last
-        self._last = {vote.analyzer: (vote.supply, vote.demand) for vote in votes}
+        # A shortage is that of the replicas there are when these were as many in the cycle before and the demand
+        # does not fall: what piled up before they came is worked off by them, and says nothing of their rate.
+        # (Counted, because what each of them holds is measured anew in every cycle.)
+        last, ready_before = self._last, self._ready
+        self._last = {vote.analyzer: vote.demand for vote in votes}
+        self._ready = sum(variant.ready for variant in view.variants)
         lacking = [vote for vote in votes if vote.demand > vote.supply * vote.thresholds.up]
-        short = [vote for vote in lacking if _persists(vote, last.get(vote.analyzer))]
-        if not lacking or any(vote.supply != last.get(vote.analyzer, (vote.supply,))[0] for vote in lacking):
+        short = [
+            vote
+            for vote in lacking
+            if vote.analyzer in last
+            and self._ready <= ready_before
+            and float(vote.demand) >= FALLING * float(last[vote.analyzer])
+        ]
+        if not lacking or self._ready != ready_before:
             self._shortage.clear()  # it is over, or is one of other replicas
         # While requests become more, what is finished says less than what comes; a rate that falls or stays while
         # replicas are short is what they can do.
@@ -115,15 +126,6 @@ class Experience:
             thresholds=_THRESHOLDS,
             numbers={f"tooMuchPerReplica/{name}": f"{value:.3f}" for name, value in sorted(self.too_much.items())},
         )
-
-
-def _persists(vote: CapacityReport, last: tuple[Decimal, Decimal] | None) -> bool:
-    """Whether a shortage is that of the replicas there are: they were as many in the cycle before, and the demand
-    does not fall. What piled up before they came is worked off by them, and says nothing of their rate."""
-    if last is None:
-        return False
-    supply, demand = last
-    return vote.supply <= supply and float(vote.demand) >= FALLING * float(demand)
 
 
 def request_rate(view: RoleView) -> float | None:

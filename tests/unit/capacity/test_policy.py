@@ -175,7 +175,9 @@ class TestExperience:
             rate = 2.0 + 2.4 * min(1.0, max(0.0, (now - 200) / 60))  # the load steps from 2 to 8, 4.4 are served
             seen = view(1.0, rate=rate)
             demand = Decimal(200_000 + 1000 * now - 40_000 * (now % 15 == 0))  # it climbs, now and then it is less
-            votes = [replace(self.short(seen), demand=demand)] if now >= 200 else []
+            # And what a replica holds is measured anew in each cycle.
+            supply = Decimal(160_000 - now % 7)
+            votes = [replace(self.short(seen), demand=demand, supply=supply)] if now >= 200 else []
             experience.observe(seen, votes, float(now))
         vote = experience.vote(view(0.1, rate=4.4), [])
         assert vote is not None
