@@ -99,10 +99,9 @@ class Performance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """At one rate of arrivals, in seconds: the mean step and its variance, the mean step that tokens see, and mean
-    and variance of the time to the first token where a step is under way and there is room in the batch."""
+    """At one rate of arrivals, in seconds: the variance of a step, the mean step that tokens see, and mean and
+    variance of the time to the first token where a step is under way and there is room in the batch."""
 
-    mean: float
     variance: float
     itl: float
     ttft: float
@@ -243,7 +242,6 @@ class ReplicaModel:
         found_square = mean**2 + 3 * variance
         ttft = (0.5 + reading) * found + base + each * decoding + prompt
         return _Steps(
-            mean=mean,
             variance=variance,
             itl=mean + (with_decoding / decoding if decoding else 0.0),
             ttft=ttft,

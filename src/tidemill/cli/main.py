@@ -15,6 +15,17 @@ from tidemill import __version__
 if TYPE_CHECKING:
     from tidemill.picker.server import PickerOptions
 
+CONTROLLER_NAMESPACE = "workload-variant-autoscaler-system"
+
+# Options that several commands take.
+Output = Annotated[str, typer.Option("--output", "-o", help="text or json.")]
+Kubeconfig = Annotated[
+    str | None,
+    typer.Option(help="Kubeconfig file; without it $KUBECONFIG, the pod's own, then ~/.kube/config."),
+]
+KubeContext = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")]
+ControllerNamespace = Annotated[str, typer.Option(help="Namespace of the autoscaler.")]
+
 app = typer.Typer(
     name="tidemill",
     help="Control plane for fleets of LLM model servers on Kubernetes.",
@@ -126,14 +137,11 @@ def model_server(
 
 @app.command()
 def autoscaler(
-    kubeconfig: Annotated[
-        str | None,
-        typer.Option(help="Kubeconfig file; without it $KUBECONFIG, the pod's own, then ~/.kube/config."),
-    ] = None,
-    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
+    kubeconfig: Kubeconfig = None,
+    context: KubeContext = None,
     namespace: Annotated[
         str, typer.Option(envvar="POD_NAMESPACE", help="The controller's own namespace.")
-    ] = "workload-variant-autoscaler-system",
+    ] = CONTROLLER_NAMESPACE,
     watch_namespace: Annotated[
         str | None, typer.Option(envvar="WATCH_NAMESPACE", help="Watch this namespace only; all when absent.")
     ] = None,
@@ -288,11 +296,8 @@ def picker(
         int,
         typer.Option(min=1, max=64, help="Processes that share the ports; metrics at one port after the other."),
     ] = 1,
-    kubeconfig: Annotated[
-        str | None,
-        typer.Option(help="Kubeconfig file; without it $KUBECONFIG, the pod's own, then ~/.kube/config."),
-    ] = None,
-    kube_context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
+    kubeconfig: Kubeconfig = None,
+    kube_context: KubeContext = None,
 ) -> None:
     """Run the endpoint picker: tell Envoy which endpoint serves each request."""
     from tidemill.cli.picker import Cluster, main, picker_options
@@ -335,12 +340,10 @@ def _picker_flags(text: str) -> PickerOptions:
 def explain(
     target: Annotated[str, typer.Argument(metavar="va/NAME", help="The VariantAutoscaling to explain.")],
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
-    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
-    kubeconfig: Annotated[str | None, typer.Option(help="Kubeconfig file.")] = None,
-    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
-    controller_namespace: Annotated[
-        str, typer.Option(help="Namespace of the autoscaler.")
-    ] = "workload-variant-autoscaler-system",
+    output: Output = "text",
+    kubeconfig: Kubeconfig = None,
+    context: KubeContext = None,
+    controller_namespace: ControllerNamespace = CONTROLLER_NAMESPACE,
 ) -> None:
     """Say why a variant has the replicas that it has."""
     from tidemill.cli.explain import explain as main
@@ -360,9 +363,7 @@ def explain(
 @app.command()
 def install(
     image: Annotated[str, typer.Option(help="Image that has `tidemill`.")],
-    namespace: Annotated[str, typer.Option(help="Namespace of the autoscaler.")] = (
-        "workload-variant-autoscaler-system"
-    ),
+    namespace: Annotated[str, typer.Option(help="Namespace of the autoscaler.")] = CONTROLLER_NAMESPACE,
     watch_namespace: Annotated[
         str, typer.Option(help="Look after this namespace only, with rights there; all when absent.")
     ] = "",
@@ -383,12 +384,10 @@ def install(
 
 @app.command()
 def doctor(
-    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
-    kubeconfig: Annotated[str | None, typer.Option(help="Kubeconfig file.")] = None,
-    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig.")] = None,
-    controller_namespace: Annotated[
-        str, typer.Option(help="Namespace of the autoscaler.")
-    ] = "workload-variant-autoscaler-system",
+    output: Output = "text",
+    kubeconfig: Kubeconfig = None,
+    context: KubeContext = None,
+    controller_namespace: ControllerNamespace = CONTROLLER_NAMESPACE,
     prometheus: Annotated[
         str, typer.Option(help="URL of Prometheus, as of kubectl port-forward, to look at its series too.")
     ] = "",
@@ -410,7 +409,7 @@ def doctor(
 @app.command()
 def demo(
     duration: Annotated[str, typer.Option(help="How long the load lasts, from 40s on.")] = "90s",
-    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    output: Output = "text",
     keep: Annotated[bool, typer.Option(help="Leave the cluster up afterwards, until Ctrl-C.")] = False,
 ) -> None:
     """Show it all on this machine: a cluster, two variants of a model, a load that comes and goes."""

@@ -222,3 +222,16 @@ class TestSilence:
         need = Judge().need(view(0.2), settings(analyzers=off), now=0, lead=60)
         assert need.silent == ()
         assert need.may_shrink
+
+
+class TestDepartures:
+    def test_the_load_of_who_left_still_counts_in_what_is_asked_for(self) -> None:
+        """Two replicas share 4 requests a second; one leaves, which the rate of the other does not tell of yet."""
+        judge = Judge()
+        both = view(1.0, rate=4.0, replicas=2)
+        for now in (0.0, 60.0):
+            judge.need(both, settings(), now=now, lead=60)
+        need = judge.need(replace(both, engines=both.engines[:1]), settings(), now=75.0, lead=60)
+        (vote,) = [vote for vote in need.votes if vote.analyzer == "experience"]
+        # A quarter of the window has passed since it was seen.
+        assert float(vote.demand) == pytest.approx(2.0 + 0.75 * 2.0)

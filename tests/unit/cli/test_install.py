@@ -17,7 +17,7 @@ BASE = Path(__file__).parents[3] / "deploy" / "base"
 
 
 def installed(*args: str) -> list[dict[str, Any]]:
-    found = CliRunner().invoke(app, ["install", "--image", "registry.example/tidemill:1", *args])
+    found = CliRunner().invoke(app, ["install", "--image", "example.com/tidemill:1", *args])
     assert found.exit_code == 0, found.output
     return list(yaml.safe_load_all(found.stdout))
 
@@ -36,7 +36,7 @@ def test_the_same_as_kustomize_makes_of_the_base() -> None:
     out = subprocess.run([program("kubectl"), "kustomize", str(BASE)], capture_output=True, text=True, check=True)
     base = {key(obj): obj for obj in yaml.safe_load_all(out.stdout)}
     mine = installed()
-    assert manager(mine)["image"] == "registry.example/tidemill:1"
+    assert manager(mine)["image"] == "example.com/tidemill:1"
     manager(mine)["image"] = "tidemill"
     assert mine[0]["kind"] == "CustomResourceDefinition"
     assert {key(obj): obj for obj in mine[1:]} == base
