@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak step lint bench clean
+.PHONY: help setup compiled demo test test-compiled soak step lint bench clean
 
 help:  ## Print what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -16,11 +16,29 @@ $(VENV)/.done: pyproject.toml
 
 setup: $(VENV)/.done  ## Make the environment
 
+# Built from a copy: the compiler leaves its results beside the sources, where they would be taken for them.
+COMPILED := .venv-compiled
+$(COMPILED)/.done: pyproject.toml $(shell find src -name '*.py')
+	$(PYTHON) -m venv $(COMPILED)
+	rm -rf build/compiled && mkdir -p build/compiled && cp -r pyproject.toml README.md LICENSE src build/compiled
+	HATCH_BUILD_HOOKS_ENABLE=1 $(COMPILED)/bin/pip install --quiet 'build/compiled[dev]'
+	@touch $@
+
+compiled: $(COMPILED)/.done  ## An environment with the request path compiled (needs a C compiler)
+
 demo: setup  ## A cluster, two variants, a load that comes and goes
 	$(BIN)/tidemill demo
 
+# Most of a test's time is waiting, so there are more workers than cores.
+PARALLEL := -n 3 --dist loadscope
+
 test: setup  ## All tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-compiled: compiled  ## The picker's tests with the request path compiled
+	$(COMPILED)/bin/python -c "import tidemill.picker.director as d; assert d.__file__.endswith('.so'), d.__file__"
+	$(COMPILED)/bin/python -m pytest $(PARALLEL) tests/unit/picker $(addprefix tests/integration/test_,broken_wire.py \
+	  connections.py gateway.py lean_transport.py picker_process.py pools.py telemetry.py transports.py)
 
 soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
 	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py
@@ -34,10 +52,10 @@ lint: setup  ## Style, types, import rules
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
-bench: setup  ## Measure; results in build/bench
+bench: setup compiled  ## Measure; results in build/bench
 	$(BIN)/python -m benchmarks.autoscaler
 	$(BIN)/python -m benchmarks.capacity
-	$(BIN)/python -m benchmarks.picker
+	$(COMPILED)/bin/python -m benchmarks.picker --interpreted $(BIN)/tidemill
 
 clean:  ## Remove the environment and what was built
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(COMPILED) build dist

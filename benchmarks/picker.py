@@ -2,7 +2,8 @@
 
 One run on one machine compares Envoy alone, with the lean transport and with grpcio. Every part is a process of
 its own; CPU is what the kernel counted for it. Quote ratios and medians, and the load average with them.
-`--short` measures less, for a first look.
+`--short` measures less, for a first look. `--interpreted PROGRAM` names another installation of tidemill, whose
+request path is not compiled, to be measured beside this one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.extproc_client import HEADER_BLOCK, data_frames, frame
 from benchmarks.messages import answered, asked, completion
 from tidemill.kube.resources import ObjectKey
 from tidemill.local.envoy import Envoy, PoolRoute
+from tidemill.picker import director
 from tidemill.picker.director import DirectorOptions, PickerDirector
 from tidemill.picker.extproc.exchange import Exchange, GatewayRequest, Headers, Pick
 from tidemill.picker.instruments import Instruments
@@ -43,6 +45,8 @@ from tidemill.picker.transport.lean import LeanProtocol, LeanServer
 
 OUT = Path("build/bench/picker.json")
 TICKS = os.sysconf("SC_CLK_TCK")
+PROGRAM = str(Path(sys.executable).parent / "tidemill")
+INTERPRETED = "lean, interpreted"
 LUA = """
 wrk.method = "POST"
 wrk.headers["Content-Type"] = "application/json"
@@ -90,11 +94,11 @@ def in_process(endpoints: int, rng: random.Random) -> tuple[PickerDirector, Pool
         for i in range(endpoints)
     ]  # fmt: skip
     pool.replace(EndpointSet(tuple(made)))
-    director = PickerDirector(
+    chooser = PickerDirector(
         pools, DEFAULT_CONFIG, detector=SaturationDetector(), instruments=Instruments(CollectorRegistry()),
         options=DirectorOptions(), now=time.monotonic, rng=rng, wake=lambda pool, when: None,
     )  # fmt: skip
-    return director, pool
+    return chooser, pool
 
 
 def read_all(pool: Pool, rng: random.Random) -> None:
@@ -157,7 +161,7 @@ async def split(rounds: int = 4000) -> dict[str, float]:
     """Where the time of a request goes inside the picker, sockets left out: 1 KB, 50 endpoints, microseconds. Each
     part is the difference that leaving it out makes."""
     rng = random.Random(1)
-    director, pool = in_process(50, rng)
+    chooser, pool = in_process(50, rng)
     requests, answers = asked("".join(rng.choices("abcdefgh ", k=900)).encode()), answered()
 
     def reads(stream: int) -> tuple[bytes, bytes, bytes]:
@@ -182,7 +186,7 @@ async def split(rounds: int = 4000) -> dict[str, float]:
 
     gc.collect()
     gc.freeze()
-    whole = min(run(lambda i, s, f: Exchange(director, i, s, f)) for _ in range(3))
+    whole = min(run(lambda i, s, f: Exchange(chooser, i, s, f)) for _ in range(3))
     undecided = _Undecided()
     without_decision = min(run(lambda i, s, f: Exchange(undecided, i, s, f)) for _ in range(3))
     transport = min(run(lambda i, s, f: _Unspoken(s)) for _ in range(3))
@@ -228,7 +232,7 @@ def picks(endpoints: int, body_bytes: int, rounds: int = 1500) -> dict[str, Any]
     """Microseconds from a complete request to its pick: parsing, hashing, scoring, accounting. Half of the
     requests continue a prompt that endpoints have cached to different depths."""
     rng = random.Random(1)
-    director, pool = in_process(endpoints, rng)
+    chooser, pool = in_process(endpoints, rng)
     text = "".join(rng.choices("abcdefgh ", k=body_bytes))
     found: list[float] = []
     warm: Blocks | None = None
@@ -239,7 +243,7 @@ def picks(endpoints: int, body_bytes: int, rounds: int = 1500) -> dict[str, Any]
         request = GatewayRequest(Headers({":path": b"/v1/completions", ":method": b"POST"}), completion(prompt))
         out: list[Any] = []
         begun = time.perf_counter()
-        director.admit(request, out.append)
+        chooser.admit(request, out.append)
         found.append(time.perf_counter() - begun)
         pick = out[0]
         assert isinstance(pick, Pick)
@@ -287,7 +291,7 @@ async def backend() -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def picker(
-    directory: Path, endpoints: int, port: int, *, transport: str, interval: str
+    directory: Path, endpoints: int, port: int, *, transport: str, interval: str, program: str = PROGRAM
 ) -> AsyncIterator[tuple[int, int]]:
     """gRPC port and process id of a picker with `endpoints` endpoints."""
     lines = ["endpoints:"]
@@ -297,7 +301,7 @@ async def picker(
     path.write_text("\n".join(lines))
     grpc_port = free_port()
     async with process(
-        str(Path(sys.executable).parent / "tidemill"), "picker", "--endpoints", str(path),
+        program, "picker", "--endpoints", str(path),
         "--bind-address", "127.0.0.1", "--grpc-port", str(grpc_port), "--grpc-health-port", "0",
         "--metrics-port", "0", "--secure-serving=false", "--transport", transport,
         "--refresh-metrics-interval", interval,
@@ -320,16 +324,28 @@ async def wrk(url: str, body: Path, concurrency: int, seconds: float, header: st
 
 
 async def through_envoy(
-    directory: Path, *, endpoints: int, bodies: Sequence[int], concurrencies: Sequence[int], seconds: float
+    directory: Path,
+    *,
+    endpoints: int,
+    bodies: Sequence[int],
+    concurrencies: Sequence[int],
+    seconds: float,
+    interpreted: str | None,
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     alone: dict[tuple[int, int], dict[str, Any]] = {}
     async with backend() as port:
-        for transport in ("none", "lean", "grpc"):
-            served_by = "lean" if transport == "none" else transport
-            async with picker(directory, endpoints, port, transport=served_by, interval="4s") as (grpc_port, pid):
+        for transport in ("none", "lean", INTERPRETED, "grpc"):
+            program = interpreted if transport == INTERPRETED else PROGRAM
+            if program is None:
+                continue
+            served_by = "grpc" if transport == "grpc" else "lean"
+            async with picker(directory, endpoints, port, transport=served_by, interval="4s", program=program) as (
+                grpc_port,
+                pid,
+            ):
                 envoy = Envoy(
-                    directory / f"{transport}-{endpoints}",
+                    directory / f"{transport.replace(', ', '-')}-{endpoints}",
                     [PoolRoute(name="p", pickers=[f"127.0.0.1:{grpc_port}"])],
                     port=free_port(),
                     admin_port=free_port(),
@@ -403,10 +419,14 @@ async def scraping(
 
 async def main() -> None:
     short = "--short" in sys.argv
+    interpreted = sys.argv[sys.argv.index("--interpreted") + 1] if "--interpreted" in sys.argv else None
     seconds = 2.0 if short else 5.0
     if shutil.which("wrk") is None:
         raise SystemExit("wrk is not installed (Debian package wrk)")
-    result: dict[str, Any] = {"load_average": os.getloadavg()[0], "cpus": os.cpu_count()}
+    result: dict[str, Any] = {
+        "load_average": os.getloadavg()[0], "cpus": os.cpu_count(),
+        "compiled": Path(director.__file__).suffix == ".so",
+    }  # fmt: skip
     result["inside_us"] = await split()
     result["picks"] = [picks(n, size) for n in (50, 1000) for size in (1024, 32_768)]
     with tempfile.TemporaryDirectory() as name:
@@ -424,6 +444,7 @@ async def main() -> None:
                 bodies=(1024, 32_768),
                 concurrencies=(64,) if short else (1, 16, 64),
                 seconds=seconds,
+                interpreted=interpreted,
             )
 
     result["targets"] = targets(result)

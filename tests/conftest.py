@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +47,18 @@ def program(name: str) -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(following: int = 0) -> int:
+    """A port that nobody listens at, nor at the `following` after it. Below those that the kernel gives to whoever
+    asks for any: between here and its use nobody gets it by chance."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with ExitStack() as stack:
+            try:
+                for one in range(port, port + 1 + following):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", one))
+            except OSError:
+                continue
+            return port
 
 
 async def eventually(

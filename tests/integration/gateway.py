@@ -25,10 +25,12 @@ SSE_TAIL = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":
 
 @dataclass
 class Echo:
-    """A server that says what it got. Paths choose how it answers; `held` keeps answers back until it is set."""
+    """A server that says what it got. Paths choose how it answers; `held` keeps answers back until it is set.
+    `waiting` is the queue that its metrics tell of; None tells of nothing."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    waiting: int | None = 0
     requests: int = 0
     cancelled: int = 0
     held: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,9 +89,8 @@ class Echo:
         assert request is not None
         path = request.target.decode()
         if path == "/metrics":
-            return await self._answer(
-                connection, writer, b"vllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
-            )
+            text = f"vllm:num_requests_waiting {self.waiting}\nvllm:kv_cache_usage_perc 0\n"
+            return await self._answer(connection, writer, b"" if self.waiting is None else text.encode())
         self.requests += 1
         await self.held.wait()
         if path.startswith("/sse/"):

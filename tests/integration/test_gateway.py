@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 from tests.conftest import eventually, free_port
@@ -66,15 +67,14 @@ class TestConformance:
     ) -> None:
         dead = f"127.0.0.1:{free_port()}"
         alive = [echo.address for echo in echoes[:2]]
+        # Without numbers what is in flight decides, and the dead one is named first now and then.
+        for echo in echoes[:2]:
+            echo.waiting = None
         async with static_picker(tmp_path, {"p": [dead, *alive]}, config=LIST) as picker:
             route = PoolRoute(name="p", pickers=[f"127.0.0.1:{picker.grpc_port}"], following=Following.LIST)
             async with gateway(tmp_path, picker, [route]) as gate:
                 gate.envoy.set_endpoints("p", [dead, *alive])
                 await eventually(lambda: envoy_knows(gate, 3))
-                # Requests in flight push the picker to name the dead one first, now and then.
-                load = gate.pool().load
-                load.record = lambda *a, **k: None  # type: ignore[method-assign]  # no numbers: in flight decides
-                load.updated[:] = -1e9
                 answers = await asyncio.gather(*(gate.post(json=chat()) for _ in range(60)))
                 assert {status for status, _ in answers} == {200}
                 served = Counter(told["served"] for _, told in answers)
@@ -374,12 +374,14 @@ class TestWaiting:
         self, mode: str, echoes: list[Echo], tmp_path: Path
     ) -> None:
         flow = config("featureGates: [flowControl]")
+        echoes[0].waiting = 100
         async with static_picker(tmp_path, {"p": [echoes[0].address]}, config=flow) as picker:
             route = PoolRoute(
                 name="p", pickers=[f"127.0.0.1:{picker.grpc_port}"], request_body=mode, message_timeout="0.5s"
             )
             async with gateway(tmp_path, picker, [route]) as gate:
-                hold(gate)
+                load = gate.pool().load
+                await eventually(lambda: np.nanmax(load.waiting, initial=0) == 100)
                 room = picker.director.flow(gate.pool())
                 assert room is not None
                 asking = asyncio.create_task(gate.post(json=chat()))
@@ -416,11 +418,3 @@ class TestWaiting:
             status, told = await asking
             assert status == 503
             assert "shutting down" in told["error"]["message"]
-
-
-def hold(gate: Gateway) -> None:
-    """Have every endpoint look full from now on."""
-    load = gate.pool().load
-    load.record = lambda *a, **k: None  # type: ignore[method-assign]
-    load.waiting[:] = 100.0
-    load.updated[:] = 1e18

@@ -247,7 +247,7 @@ class TestTls:
 class TestProcess:
     async def flags(self, tmp_path: Path, echo: Echo) -> tuple[list[str], int, int]:
         write_endpoints(tmp_path / "endpoints.yaml", {"p": [echo.address]})
-        grpc_port, metrics = free_port(), free_port()
+        grpc_port, metrics = free_port(), free_port(following=1)
         flags = [
             "--endpoints", str(tmp_path / "endpoints.yaml"), "--secure-serving=false", "-v=2",
             "--grpc-port", str(grpc_port), "--grpc-health-port", str(free_port()), "--metrics-port", str(metrics),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import structlog
@@ -35,9 +34,9 @@ _FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 _REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectorOptions:
-    """`max_body` in bytes. `answer_models`: GET /v1/models is answered here with what all pools serve."""
+class DirectorOptions(NamedTuple):
+    """`max_body` in bytes. `answer_models`: GET /v1/models is answered here with what all pools serve. (A tuple,
+    because it is sent to worker processes, and a compiled frozen dataclass cannot be.)"""
 
     max_body: int = 64 * 2**20
     ignore_empty_subset: bool = False
@@ -182,11 +181,13 @@ class _Job:
         try:
             self.body = parse_body(request.body, api_of(request.path), headers)
         except BodyError as error:
-            return self.refuse(Refusal(400, str(error)))
+            self.refuse(Refusal(400, str(error)))
+            return None
         self.model = self.target = self.body.model
         pool = director.pools.resolve(named=request.pool, port=request.port, model=lambda: self.model)
         if isinstance(pool, str):
-            return self.refuse(Refusal(404, pool))
+            self.refuse(Refusal(404, pool))
+            return None
         self.fairness_id = _first(headers, _FAIRNESS) or DEFAULT_FAIRNESS_ID
         if (objective := _first(headers, _OBJECTIVE)) and (found := pool.objectives.get(objective)) is not None:
             self.priority = found.priority
@@ -195,13 +196,15 @@ class _Job:
         subset = request.subset
         if subset is not None and not subset:
             if not options.ignore_empty_subset:
-                return self.drop(Drop.NO_ENDPOINTS, "the gateway's subset of endpoints is empty")
+                self.drop(Drop.NO_ENDPOINTS, "the gateway's subset of endpoints is empty")
+                return None
             subset = None
 
         flow = director.flow(pool)
         if flow is None:
             if self.priority < 0 and pool.snapshot.endpoints and director.saturation(pool, self.started) >= 1.0:
-                return self.drop(Drop.SATURATED, "the pool is saturated, and requests of this priority are shed")
+                self.drop(Drop.SATURATED, "the pool is saturated, and requests of this priority are shed")
+                return None
             self._go(pool, subset)
             return None
         waiting = Waiting(
@@ -389,10 +392,8 @@ class _Flight:
             prefix = self._pool.scheduler.prefix
             for seat in (self._ticket.seat, self._prefill):
                 if seat is not None and seat.alive:
-                    tokens = None if seat.reading is None else seat.reading.kv_tokens
-                    prefix.served(
-                        self._blocks, seat.row, None if tokens is None else tokens // prefix.block_tokens
-                    )
+                    cache = None if seat.reading is None else seat.reading.kv_tokens
+                    prefix.served(self._blocks, seat.row, None if cache is None else cache // prefix.block_tokens)
 
     def first_token(self) -> None:
         self._pool.load.release_tokens(self._ticket)

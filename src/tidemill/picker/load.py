@@ -111,10 +111,10 @@ class LoadTable:
         """Give each endpoint its row, free those of the others. Rows of endpoints that stay are untouched."""
         wanted = {endpoint.id for endpoint in endpoints}
         for gone in [known for known in self._seats if known not in wanted]:
-            seat = self._seats.pop(gone)
-            seat.alive = False
-            self._clear(seat.row)
-            self._free.append(seat.row)
+            left = self._seats.pop(gone)
+            left.alive = False
+            self._clear(left.row)
+            self._free.append(left.row)
         self._free.sort(reverse=True)  # the lowest first: rows that follow each other are looked up faster
         rows: list[int] = []
         for endpoint in endpoints:

@@ -32,13 +32,12 @@ class UsageReader:
         self._events = "text/event-stream" in content_type or (streaming and "json" not in content_type)
         self._readable = content_encoding in ("", "identity")
         self._chunks: list[bytes] = []
-
-    _rest = b""
-    _skipping = False  # inside a line that is too long
-    _size = 0
-    _begun = False
-    _usage = NO_USAGE
-    malformed = ""
+        self._rest = b""
+        self._skipping = False  # inside a line that is too long
+        self._size = 0
+        self._begun = False
+        self._usage = NO_USAGE
+        self.malformed = ""
 
     @property
     def begun(self) -> bool:

@@ -153,24 +153,22 @@ class Exchange:
         self._send = send
         self._finish = finish
         self._chunks: list[bytes] = []
-
-    # What a new exchange begins with; on the class, because most of it never changes in most exchanges.
-    state = State.HEADERS
-    _request_mode: int = Mode.FULL_DUPLEX_STREAMED
-    _response_mode: int = Mode.FULL_DUPLEX_STREAMED
-    _headers: Headers = NO_HEADERS
-    _remove: tuple[str, ...] = ()
-    _size = 0
-    _has_body = False
-    _trailers = False  # the request ended by trailers
-    _subset: tuple[str, ...] | None = None
-    _pool = ""
-    _cancel: Callable[[], None] | None = None
-    _body = b""
-    _streaming = False
-    _flight: Flight | None = None
-    _reader: UsageReader | None = None
-    _begun = False
+        self.state = _HEADERS
+        self._request_mode = _DUPLEX
+        self._response_mode = _DUPLEX
+        self._headers = NO_HEADERS
+        self._remove: tuple[str, ...] = ()
+        self._size = 0
+        self._has_body = False
+        self._trailers = False  # the request ended by trailers
+        self._subset: tuple[str, ...] | None = None
+        self._pool = ""
+        self._cancel: Callable[[], None] | None = None
+        self._body = b""
+        self._streaming = False
+        self._flight: Flight | None = None
+        self._reader: UsageReader | None = None
+        self._begun = False
 
     # Messages in
 
@@ -190,19 +188,19 @@ class Exchange:
             raise ValueError(f"not a ProcessingRequest: {error}") from None
         if self.state is _DONE:
             return
-        kind = message.WhichOneof("request")
-        if kind == "response_body":
+        name = message.WhichOneof("request")
+        if name == "response_body":
             self._response_body(message.response_body.body, message.response_body.end_of_stream)
-        elif kind == "request_body":
+        elif name == "request_body":
             self._look_at_metadata(message)
             self._request_body(message.request_body.body, message.request_body.end_of_stream)
-        elif kind == "request_headers":
+        elif name == "request_headers":
             self._request_headers(message)
-        elif kind == "response_headers":
+        elif name == "response_headers":
             self._response_headers(message)
-        elif kind == "request_trailers":
+        elif name == "request_trailers":
             self._request_trailers()
-        elif kind == "response_trailers":
+        elif name == "response_trailers":
             self._response_trailers()
 
     def closed(self) -> None:

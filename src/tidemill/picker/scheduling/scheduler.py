@@ -16,6 +16,7 @@ from tidemill.picker.load import IntArray, LoadTable
 from tidemill.picker.pools.endpoints import Endpoint
 from tidemill.picker.scheduling.cycle import Cycle, SchedulingRequest
 from tidemill.picker.scheduling.filters import FILTERS
+from tidemill.picker.scheduling.handlers import HANDLERS, DisaggProfileHandler, SingleProfileHandler
 from tidemill.picker.scheduling.pickers import PICKERS, MaxScorePicker
 from tidemill.picker.scheduling.plugin import (
     Decider,
@@ -28,7 +29,7 @@ from tidemill.picker.scheduling.plugin import (
     Scorer,
 )
 from tidemill.picker.scheduling.prefix import DEFAULT_CAPACITY, PrefixIndex
-from tidemill.picker.scheduling.profile import HANDLERS, DisaggProfileHandler, Profile, SingleProfileHandler
+from tidemill.picker.scheduling.profile import Profile
 from tidemill.picker.scheduling.scorers import SCORERS, PrefixCacheScorer
 from tidemill.picker.scheduling.settings import SETTINGS, ApproxPrefixCacheProducer
 

@@ -12,7 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import hpack
 from hpack.exceptions import HPACKError
@@ -504,7 +504,8 @@ class Connection:
         if found is not None:
             return found
         try:
-            headers = tuple((str(name), str(value)) for name, value in self._decoder.decode(block))
+            fields: Any = self._decoder.decode(block)  # text, though their declared type allows bytes
+            headers = tuple([(str(name), str(value)) for name, value in fields])
         except (HPACKError, UnicodeDecodeError) as error:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, type(error).__name__) from None
         found = (headers, _well_formed(headers))

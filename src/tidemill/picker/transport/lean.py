@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import quote
 
 import structlog
@@ -282,7 +282,8 @@ class LeanServer:
         self, host: str | None, port: int, *, tls: ssl.SSLContext | None = None, reuse_port: bool = False
     ) -> int:
         """Serve on a port (0 takes a free one); gives the port."""
-        server = await self.loop.create_server(
+        # Of no declared type: uvloop's is a server by its shape, not by its class.
+        server: Any = await self.loop.create_server(
             lambda: LeanProtocol(self), host, port, ssl=tls, reuse_port=reuse_port or None, backlog=1024
         )
         self._servers.append(server)
