@@ -54,6 +54,7 @@ lint: setup  ## Style, types, import rules
 
 bench: setup compiled  ## Measure; results in build/bench
 	$(BIN)/python -m benchmarks.autoscaler
+	$(BIN)/python -m benchmarks.attribution
 	$(BIN)/python -m benchmarks.capacity
 	$(COMPILED)/bin/python -m benchmarks.picker --interpreted $(BIN)/tidemill
 

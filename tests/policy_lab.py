@@ -1,8 +1,9 @@
 """A fleet that is not there, under the real analyzers and the real allocation, in simulated time.
 
 Each cycle the queueing model says how a replica runs at its share of the load, and noise is laid over it as a
-finite number of requests and sequences would bring. What exceeds the fleet's rate piles up and is worked off. It
-is a model of servers, not a server: scenarios with engines that schedule real batches are in tests/e2e.
+finite number of requests and sequences would bring. Requests go to the replica with the shortest queue, and what
+exceeds its rate piles up there and is worked off there. It is a model of servers, not a server: scenarios with
+engines that schedule real batches are in tests/e2e.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Lab:
     interval: float = 60.0
     window: float = 60.0  # seconds over which rates and means of requests are taken
     replicas: int = 1
+    patience: float = 60.0  # seconds that a client waits in a queue before it gives up
     seed: int = 1
     noise: bool = True
     history: list[tuple[float, int]] = field(default_factory=list)
@@ -58,8 +60,11 @@ class Lab:
         self._judge = Judge()
         self._ready_at = [0.0] * self.replicas
         self._target = self.replicas
-        self._backlog = 0.0
-        self._served: dict[str, list[float]] = {}  # by replica, in each cycle of the window
+        self._backlog: dict[str, float] = {}  # by replica
+        self._inside: dict[str, float] = {}  # in the batch of each
+        self.replica_seconds = 0.0
+        # By replica, in each cycle of the window: what finished per second, with which TTFT and ITL.
+        self._served: dict[str, list[tuple[float, float, float]]] = {}
 
     @property
     def capacity(self) -> float:
@@ -77,8 +82,10 @@ class Lab:
 
     def _cycle(self, now: float) -> None:
         ready = sum(1 for at in self._ready_at if at <= now)
+        self.replica_seconds += len(self._ready_at) * self.interval
         rate = self.rate(now)
-        self._backlog = max(0.0, self._backlog + (rate - ready * self.capacity) * self.interval)
+        names = [f"p{i}" for i in range(ready)]
+        taken = self._spread(names, rate)
         variant = VariantState(
             name="v", cost=Decimal(10), current=len(self._ready_at), desired=self._target, reporting=ready,
             ready=ready, accelerator="L40S", gpus=1,
@@ -86,13 +93,12 @@ class Lab:
         target = LatencyTarget(
             self.settings.ttft_target, self.settings.itl_target, self.settings.target_percentile
         )
-        names = [f"p{i}" for i in range(ready)]
         self._served = {name: self._served.get(name, []) for name in names}
         view = RoleView(
             model="lab/m",
             role=Role.BOTH,
             variants=(variant,),
-            engines=tuple(self._engine(name, rate / ready, self._backlog / ready) for name in names),
+            engines=tuple(self._engine(name, taken[name], self._backlog[name]) for name in names),
             rate_seconds=self.window,
             shape=RequestShape(
                 input_tokens=self._about(self.workload.input_tokens, rate * self.window),
@@ -105,6 +111,24 @@ class Lab:
         found = allocation.allocate([need], UNLIMITED).replicas["lab/m", "v"]
         self._scale(found, now)
 
+    def _spread(self, names: Sequence[str], rate: float) -> dict[str, float]:
+        """Share the requests of one cycle out by shortest queue. Gives what each replica takes into its batch, per
+        second; the rest stays in its queue."""
+        queues = {name: self._backlog.get(name, 0.0) for name in names}
+        arriving = rate * self.interval
+        ordered = sorted(queues.values())
+        level, taken = 0.0, 0.0
+        for count, queue in enumerate(ordered, 1):
+            taken += queue
+            level = (arriving + taken) / count  # of those `count` when only they get any
+            if count == len(ordered) or level <= ordered[count]:
+                break
+        most = self.capacity * self.interval
+        inside = {name: max(queue, level) for name, queue in queues.items()}
+        longest = self.patience * self.capacity
+        self._backlog = {name: min(longest, max(0.0, held - most)) for name, held in inside.items()}
+        return {name: min(held, most) / self.interval for name, held in inside.items()}
+
     def _scale(self, wanted: int, now: float) -> None:
         self._target = wanted
         while len(self._ready_at) < wanted:
@@ -113,14 +137,22 @@ class Lab:
         self._ready_at = sorted(self._ready_at)[:wanted]
 
     def _engine(self, name: str, rate: float, backlog: float) -> EngineLoad:
-        """One replica at its share of the load, with its share of what has piled up."""
+        """One replica at its share of the load, with what has piled up there."""
         full = backlog > 0 or rate > 0.98 * self.capacity
         served = self.capacity if full else rate
-        self._served[name] = [*self._served[name], served][-max(1, round(self.window / self.interval)) :]
-        lately = sum(self._served[name]) / len(self._served[name])
         seen = self._model.at(min(0.98 * self.capacity, max(1e-6, served)))
         context = self.workload.input_tokens + 0.75 * self.workload.output_tokens
         inside = self._model.batch if full else min(seen.inside, self._model.batch)
+        # What is taken into the batch and does not stay there has finished.
+        finished = max(0.0, rate - (inside - self._inside.get(name, 0.0)) / self.interval)
+        self._inside[name] = inside
+        cycles = max(1, round(self.window / self.interval))
+        of_cycle = (finished, seen.ttft + backlog / self.capacity, seen.itl)
+        mine = self._served[name] = [*self._served[name], of_cycle][-cycles:]
+        total = sum(rate for rate, _, _ in mine)
+        lately = total / len(mine)
+        ttft = sum(rate * ttft for rate, ttft, _ in mine) / total if total else seen.ttft
+        itl = sum(rate * itl for rate, _, itl in mine) / total if total else seen.itl
         if self.noise:
             # The largest number inside over a minute of requests that stay for inside / rate seconds each.
             looks = max(1, int(60 / max(1.0, inside / max(served, 1e-6))))
@@ -133,11 +165,12 @@ class Lab:
             queue_length=Decimal(max(0, round(backlog))),
             kv_tokens=self._kv,
             running=in_batch,
+            rate_seconds=min(self.window, len(self._served[name]) * self.interval),
             request_rate=float(self._about(lately, lately * self.window)),
             output_rate=float(self._about(lately * self.workload.output_tokens, lately * self.window)),
-            ttft=float(self._about(seen.ttft + backlog / self.capacity, served * 60)),
+            ttft=float(self._about(ttft, lately * self.window)),
             # Over a whole answer the step times average out: requests differ by about a fifth.
-            itl=float(self._about(seen.itl, served * 60 * 25)),
+            itl=float(self._about(itl, lately * self.window * 25)),
         )
 
     def _about(self, value: float, samples: float) -> Decimal:

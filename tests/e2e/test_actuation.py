@@ -20,7 +20,7 @@ from tidemill.kube.conditions import find_condition
 from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS
 from tidemill.manifests import manifests as base
 
-BASE = Path(__file__).parents[2] / "deploy" / "base"
+BASE = Path(__file__).parents[2] / "deploy" / "autoscaler"
 SERVICE_ACCOUNT = f"system:serviceaccount:{DEFAULT_NAMESPACE}:controller-manager"
 OVERLAY = """
 resources: [{base}]
@@ -100,7 +100,7 @@ def hpa() -> Any:
 
 @pytest.mark.timeout(180)
 async def test_load_rises_and_falls_and_an_hpa_follows(tmp_path: Path) -> None:
-    """Installed from deploy/base with its roles enforced, and without Prometheus or an adapter: the HPA asks the
+    """Installed from deploy/autoscaler with its roles enforced, and without Prometheus or an adapter: the HPA asks the
     API server, which asks the autoscaler."""
     async with scene(tmp_path, hpa_seconds=1.0, authorize=True) as there:
         await there.create(variant(kv_blocks=512, maxReplicas=6))

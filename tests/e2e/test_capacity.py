@@ -276,10 +276,11 @@ class Met:
 @pytest.mark.timeout(3600)
 async def test_a_latency_target_is_held_through_a_step_of_load(tmp_path: Path) -> None:
     """Four times the load with a start-up of 60 s: the mean TTFT of each half minute is back within its target
-    three minutes after the step, for fewer replica-hours than percentages take."""
+    three minutes after the step, for fewer replica-hours than percentages take for the same. (Those that hold it
+    were found by trying: the trigger's default, 0.1, ends in a TTFT of 14 s.)"""
     found: dict[str, Met] = {}
     target = f"ttftTarget: {TTFT_TARGET * 1000:g}"
-    for name, config in (("latency", target), ("percentages", "")):
+    for name, config in (("latency", target), ("percentages", "kvSpareTrigger: 0.5")):
         async with scene(tmp_path / name) as there:
             found[name] = await step(there, config)
     held: dict[str, bool] = {}
@@ -297,10 +298,8 @@ async def test_a_latency_target_is_held_through_a_step_of_load(tmp_path: Path) -
             f"worst half minute {max(means) * 1e3:.0f} ms"
         )
     assert [met.failed for met in found.values()] == [0, 0]
-    assert held["latency"]
-    # What percentages take for the same: more, unless they do not hold it at all.
-    if held["percentages"]:
-        assert found["latency"].replica_seconds < found["percentages"].replica_seconds
+    assert held == {"latency": True, "percentages": True}
+    assert found["latency"].replica_seconds < found["percentages"].replica_seconds
 
 
 async def step(there: Scene, config: str) -> Met:

@@ -210,7 +210,7 @@ async def test_scaling_decisions_not_made_for_a_variant(
 
 async def test_metrics_not_available(installed: LocalCluster, kubectl: Kubectl) -> None:
     root = Path(__file__).parents[2]
-    await kubectl("apply", "-f", str(root / "deploy/monitoring/servicemonitor.yaml"))
+    await kubectl("apply", "-f", str(root / "src/tidemill/manifests/monitoring/servicemonitor.yaml"))
     name = "wva-controller-manager-metrics-monitor"
     ns = ("-n", DEFAULT_NAMESPACE)
     assert name in await kubectl("get", "servicemonitor", *ns, name)

@@ -353,7 +353,7 @@ class TestMonitors:
         await well.client.patch(API_SERVICES, EXTERNAL_METRICS, adapter)
         found, mend = await only_wrong(well, "own monitor")
         assert "it is gone, and HPAs read what it has scraped: hpa" in found
-        assert mend == "kubectl apply -f deploy/monitoring/servicemonitor.yaml"
+        assert mend == "tidemill install monitoring | kubectl apply -f -"
         body = {"metadata": {"name": "wva-controller-manager-metrics-monitor"}, "spec": {}}
         await well.client.create(SERVICE_MONITORS, body, DEFAULT_NAMESPACE)
         assert [c for c in await examined(well) if c.wrong] == []

@@ -234,7 +234,7 @@ async def test_w4_rendered_manifests_select_on_the_label_that_is_there(tmp_path:
     exporter.publish(ExportedDecision("llama-8b", "llm-d", "A100", desired=3, current=2))
     registry = CollectorRegistry()
     registry.register(exporter)
-    monitor = yaml.safe_load((ROOT / "deploy/monitoring/servicemonitor.yaml").read_text())
+    monitor = yaml.safe_load((ROOT / "src/tidemill/manifests/monitoring/servicemonitor.yaml").read_text())
     (endpoint,) = monitor["spec"]["endpoints"]
     hpa = yaml.safe_load((ROOT / "deploy/examples/hpa.yaml").read_text())
     external = hpa["spec"]["metrics"][0]["external"]

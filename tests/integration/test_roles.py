@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.conftest import CRDS, create_namespace
+from tests.conftest import CRDS, create_namespace, eventually
 from tests.integration.fleet import NAMESPACE, SCALE, Fleet, running
+from tests.integration.inference import Cluster, picking
 from tests.integration.test_doctor import ROLE_BINDINGS, ROLES
 from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
 
@@ -14,9 +15,9 @@ from tidemill.cli.doctor.checks import needed_rights
 from tidemill.cli.doctor.fleet import granted
 from tidemill.kube.client import KubeClient
 from tidemill.kube.errors import ForbiddenError
-from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS
+from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, ObjectKey
 from tidemill.local.cluster import LocalCluster
-from tidemill.manifests import manifests
+from tidemill.manifests import Part, manifests
 
 OTHER = "other"
 ACCOUNT = f"system:serviceaccount:{DEFAULT_NAMESPACE}:controller-manager"
@@ -71,3 +72,28 @@ async def test_it_does_its_work_with_its_own_rights(watched: str) -> None:
                     await client.scale(DEPLOYMENTS, "dep", OTHER, 9)
             else:
                 assert (await client.list(PODS, OTHER)).items == []
+
+
+async def test_the_picker_does_its_work_with_its_own_rights() -> None:
+    """Watch pools, pods, objectives and rewrites of its namespace; write nothing."""
+    async with LocalCluster(workloads=False, authorize=True, bookmark_seconds=0.2) as cluster:
+        admin = cluster.client
+        pools = Cluster(admin, "llm-d")
+        await pools.prepare()
+        await create_namespace(admin, OTHER)
+        kinds = {r.kind: r for r in (ROLES, ROLE_BINDINGS)}
+        for obj in manifests(Part.PICKER):
+            if obj["kind"] in kinds:
+                await admin.create(kinds[obj["kind"]], obj, obj["metadata"]["namespace"])
+        token = cluster.server.add_token("system:serviceaccount:llm-d:endpoint-picker")
+        path = cluster.server.write_kubeconfig(cluster.directory / "account", token)
+        await pools.pool()
+        await pools.pod("a", "10.0.0.11")
+        async with await KubeClient.connect(str(path)) as client:
+            async with picking(client, pool_name="", pool_namespace="llm-d") as picker:
+                pool = ObjectKey("llm-d", "p")
+                await eventually(lambda: (found := picker.pools.get(pool)) and found.snapshot.endpoints)
+            with pytest.raises(ForbiddenError):
+                await client.list(PODS, OTHER)
+            with pytest.raises(ForbiddenError):
+                await client.delete(PODS, "a", "llm-d")

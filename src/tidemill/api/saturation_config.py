@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from tidemill.api.durations import parse_duration
+from tidemill.api.engine_presets import engine_presets
 from tidemill.api.layers import LayerMap, read_layers
 from tidemill.api.problem import Problem
 
@@ -32,6 +33,13 @@ def _decimal(value: Any) -> Any:
 
 def _seconds(value: Any) -> Any:
     return parse_duration(value) if isinstance(value, str) else value
+
+
+def _known_preset(value: str) -> str:
+    known = sorted({preset.model for preset in engine_presets().values()})
+    if value not in known:
+        raise ValueError(f"must be one of {', '.join(known)}")
+    return value
 
 
 Fraction = Annotated[Decimal, BeforeValidator(_decimal), Field(ge=0, le=1, allow_inf_nan=False)]
@@ -82,6 +90,7 @@ class SaturationSettings:
     ttft_target: float | None = None
     itl_target: float | None = None
     target_percentile: float = 0.0
+    preset: str | None = None  # published step times that the queueing model begins with, by model
     role_ratio: tuple[tuple[str, int], ...] | None = None  # replicas by role
     scale_up_step: int | None = None
     scale_down_step: int | None = None
@@ -116,6 +125,11 @@ class SaturationSettings:
             found.setdefault(QUEUEING_MODEL, own)
         return found
 
+    @property
+    def stand_ins(self) -> frozenset[str]:
+        """Analyzers that nobody named, of those that are asked: they count while no other says anything."""
+        return frozenset({TOKENS}) if self.analyzers is None and self.has_latency_target else frozenset()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
@@ -144,6 +158,7 @@ class SaturationLayer(BaseModel):
     ttft_target: Milliseconds | None = None
     itl_target: Milliseconds | None = None
     target_percentile: Annotated[float, Field(ge=0, lt=100, allow_inf_nan=False)] | None = None
+    preset: Annotated[str, AfterValidator(_known_preset)] | None = None
     role_ratio: RoleRatio | None = None
     scale_up_step: Count | None = None
     scale_down_step: Count | None = None

@@ -21,13 +21,15 @@ _RANK = re.compile(r"-rank-\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSample:
-    """One engine of a pod (a rank is one). `rates` are those of all that it serves together."""
+    """One engine of a pod (a rank is one). `rates` are those of all that it serves together, means over
+    `rate_seconds` (None: those of the snapshot)."""
 
     kv_usage: Gauge | None
     queue_length: Gauge | None
     running: Gauge | None
     kv_tokens: int | None
     rates: Mapping[Quantity, float]
+    rate_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ def _engine(series: list[SeriesSample]) -> EngineSample:
         (only,) = series
         return EngineSample(
             kv_usage=only.kv_usage, queue_length=only.queue_length, running=only.running, kv_tokens=only.kv_tokens,
-            rates=only.rates,
+            rates=only.rates, rate_seconds=only.rate_seconds,
         )  # fmt: skip
     rates: dict[Quantity, float] = {}
     for sample in series:
@@ -169,6 +171,7 @@ def _engine(series: list[SeriesSample]) -> EngineSample:
         running=_largest([s.running for s in series]),
         kv_tokens=next((s.kv_tokens for s in series if s.kv_tokens is not None), None),
         rates=rates,
+        rate_seconds=max((s.rate_seconds for s in series if s.rate_seconds is not None), default=None),
     )
 
 

@@ -101,6 +101,7 @@ def engine_loads(member: Member, replica: Replica) -> list[EngineLoad]:
             queue_length=exactly(engine.queue_length.value),
             kv_tokens=engine.kv_tokens,
             running=None if engine.running is None else engine.running.value,
+            rate_seconds=engine.rate_seconds,
             request_rate=engine.rates.get(Quantity.OUTPUTS),
             output_rate=engine.rates.get(Quantity.OUTPUT_TOKENS),
             ttft=mean([engine], Quantity.TTFT),

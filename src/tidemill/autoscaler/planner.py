@@ -7,12 +7,13 @@ replicas take to start. None of it decides whether a fleet may shrink on missing
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
 import structlog
 
+from tidemill.api.engine_presets import preset_for
 from tidemill.api.saturation_config import SaturationSettings
 from tidemill.autoscaler import picker_queues
 from tidemill.autoscaler.accelerators import claimed, inventory, placement
@@ -29,7 +30,7 @@ from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.judgement import Judge
 from tidemill.capacity.needs import Need, by_role
 from tidemill.capacity.pace import Pace
-from tidemill.capacity.queueing import LatencyTarget
+from tidemill.capacity.queueing import LatencyTarget, ServiceTimes
 from tidemill.capacity.report import Json
 from tidemill.capacity.types import Cause, ReplicaLoad, Role, Target, VariantState
 from tidemill.capacity.view import EngineLoad, RequestShape, RoleView, UpstreamQueue
@@ -228,6 +229,7 @@ class Planner:
             upstream=waiting,
             rate_seconds=rate_seconds,
             flags={m.variant.key.name: m.target.flags for m in members},
+            presets=_presets(settings.preset, variants),
             kv_cache_threshold=settings.kv_cache_threshold,
             queue_length_threshold=settings.queue_length_threshold,
             target=target if settings.has_latency_target else None,
@@ -302,3 +304,19 @@ class _Model:
     loads: list[ReplicaLoad]
     decided: list[Target]
     needs: list[Need]
+
+
+def _presets(model: str | None, variants: Iterable[VariantState]) -> dict[str, ServiceTimes]:
+    """Published step times by variant, of those that run on what they were published for."""
+    found: dict[str, ServiceTimes] = {}
+    if model is None:
+        return found
+    for variant in variants:
+        if (preset := preset_for(model, variant.accelerator, variant.gpus or 1)) is not None:
+            found[variant.name] = ServiceTimes(
+                base=preset.decode_base,
+                per_sequence=preset.decode_per_sequence,
+                per_context_token=preset.decode_per_sequence_token,
+                per_prompt_token=preset.prefill_per_token,
+            )
+    return found

@@ -23,7 +23,9 @@ Array = NDArray[np.float64]
 
 PRIOR = ServiceTimes(base=0.012, per_sequence=4e-5, per_context_token=8e-8, per_prompt_token=6e-5)
 """Between the fits of an 8B model on H100 and of a 70B model on A100: right within a factor of 3 for most."""
+ENOUGH = 3  # observations before a fit from that is trusted
 _PRIOR_SPREAD = 1.0  # standard deviation of a cost, as a multiple of itself
+_PRESET_SPREAD = 0.3  # of one that is published for this model and accelerator
 _DRIFT = 0.003  # of a cost a cycle
 _ERROR = 0.05  # of an observation, as a share of it
 _TTFT_ERROR = 0.3  # the formula for the first token is rough
@@ -45,14 +47,16 @@ class Observation:
 
 
 class Calibration:
-    """Costs of one variant's engines. Starts from `prior`."""
+    """Costs of one variant's engines. Starts from those published for them, where there are any."""
 
-    def __init__(self, prior: ServiceTimes = PRIOR) -> None:
+    def __init__(self, preset: ServiceTimes | None = None) -> None:
+        prior = preset or PRIOR
+        self.trusted = 0 if preset is not None else ENOUGH  # observations from which on it is to be relied on
         self._prior = np.array(
             [prior.base, prior.per_sequence, prior.per_context_token, prior.per_prompt_token], dtype=np.float64
         )
         self._state: Array = np.ones(4)
-        self._covariance: Array = np.eye(4) * _PRIOR_SPREAD**2
+        self._covariance: Array = np.eye(4) * (_PRIOR_SPREAD if preset is None else _PRESET_SPREAD) ** 2
         self.observations = 0
 
     @property
@@ -66,15 +70,19 @@ class Calibration:
         )
 
     def dump(self) -> list[Any]:
-        return [self.observations, self._state.tolist(), self._covariance.tolist()]
+        return [self.observations, self._state.tolist(), self._covariance.tolist(), self._prior.tolist()]
 
     def load(self, state: list[Any]) -> None:
         """Go on from what `dump` gave. Raises ValueError for anything else."""
-        observations, costs, covariance = state
+        observations, costs, covariance, prior = state
         found, spread = np.array(costs, dtype=np.float64), np.array(covariance, dtype=np.float64)
+        units = np.array(prior, dtype=np.float64)
         if found.shape != (4,) or spread.shape != (4, 4) or not np.isfinite(spread).all() or not (found > 0).all():
             raise ValueError("not the state of a fit")
+        if units.shape != (4,) or not (units > 0).all():
+            raise ValueError("not the costs that a fit began with")
         self.observations, self._state, self._covariance = int(observations), found, spread
+        self._prior = units
 
     def observe(self, seen: Observation) -> None:
         """Take one window of one engine into account."""

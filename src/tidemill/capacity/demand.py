@@ -2,9 +2,10 @@
 
 Samples since the last change of level are taken together. Growth is judged by an upper bound of their mean (two
 standard errors above it), which is wide at first and narrows: what was not too much at first seldom becomes so by
-chance, and what was provided for a level stays while the level does. A sample far from the mean, or five in a row
-on one side of it, is a new level, and counts as it is. While a level rises, demand is looked at for the time when
-a replica that is started now would be ready.
+chance, and what was provided for a level after `SETTLED` seconds stays while the level does. A sample far from the
+mean, or five in a row on one side of it, is a new level, and counts as it is. While a level rises, demand is
+looked at for the time when a replica that is started now would be ready. (Samples that are means over a window
+rise for its length after a mere step; what rises must have begun before that.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ IN_A_ROW = 3  # samples that tell a level, or a climb
 DRIFTED = 5  # in a row on one side of the mean, each by more than a deviation: another level
 CLIMB = 0.10  # share by which each sample exceeds the one before while demand rises
 ERRORS = 2.0  # standard errors of the upper bound
+SETTLED = 300.0  # seconds after which a level is known well enough: what is still added by chance would not end
 KEPT = 120  # samples of one level; older ones are forgotten
 DUMPED = 12  # samples that a successor gets
 MOST = 2.0  # times the present demand that a forecast may reach
@@ -30,14 +32,23 @@ class Level:
     """Samples of one quantity since it last changed its level: time in seconds, value."""
 
     samples: list[tuple[float, float]] = field(default_factory=list)
-    _recent: list[tuple[float, float]] = field(default_factory=list)  # the last ones, whatever their level
+    # The last ones, whatever their level: of the window, and two before it.
+    _recent: list[tuple[float, float]] = field(default_factory=list)
+    _window: float = 0.0
     _provided: float = 0.0  # for this level; it does not fall while the level stays
+    _since: float = 0.0  # when this level began
 
-    def observe(self, now: float, value: float) -> None:
+    def observe(self, now: float, value: float, *, window: float) -> None:
+        """A sample at `now`, the mean over the `window` before it (seconds; 0 for one of this moment)."""
         if self.samples and self._another(value):
             self.samples.clear()
             self._provided = 0.0
-        self._recent = [*self._recent[1 - IN_A_ROW :], (now, value)]
+        if not self.samples:
+            self._since = now
+        self._window = window
+        self._recent.append((now, value))
+        while len(self._recent) > IN_A_ROW and self._recent[2][0] <= now - window:
+            del self._recent[0]
         self.samples.append((now, value))
         del self.samples[:-KEPT]
 
@@ -51,6 +62,7 @@ class Level:
     def load(self, state: list[Any]) -> None:
         provided, samples = state
         self.samples = [(float(time), float(value)) for time, value in samples]
+        self._since = self.samples[0][0] if self.samples else 0.0
         self._recent = self.samples[-IN_A_ROW:]
         self._provided = float(provided)
 
@@ -59,12 +71,13 @@ class Level:
         newest = self.samples[-1][1]
         count = len(self.samples)
         if count < IN_A_ROW and self._rises():
-            (since, first), (until, last) = self._recent[0], self._recent[-1]
+            (since, first), (until, last) = self._recent[-IN_A_ROW], self._recent[-1]
             slope = (last - first) / (until - since) if until > since else 0.0
             return min(last + slope * lead, MOST * last)
         if count < IN_A_ROW:
             return newest
-        self._provided = max(self._provided, self._mean + ERRORS * self._deviation / math.sqrt(count))
+        if not self._provided or self.samples[-1][0] - self._since < SETTLED:
+            self._provided = max(self._provided, self._mean + ERRORS * self._deviation / math.sqrt(count))
         return self._provided
 
     @property
@@ -88,6 +101,9 @@ class Level:
         return all(one > mean + deviation for one in last) or all(one < mean - deviation for one in last)
 
     def _rises(self) -> bool:
-        """Whether the last samples climb, each well above the one before."""
-        last = [value for _, value in self._recent]
-        return len(last) == IN_A_ROW and all(later > (1 + CLIMB) * earlier for earlier, later in pairwise(last))
+        """Whether the last samples climb, each well above the one before, and those before the window did."""
+        recent = self._recent
+        if len(recent) < IN_A_ROW or recent[1][0] > recent[-1][0] - self._window:
+            return False
+        climbs = [later > (1 + CLIMB) * earlier for (_, earlier), (_, later) in pairwise(recent)]
+        return climbs[0] and all(climbs[1 - IN_A_ROW :])

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidemill.capacity.view import EngineLoad, Rates
-
-_Replica = tuple[str, str]  # variant and name
+from tidemill.capacity.view import EngineLoad, Rates, ReplicaId
 
 
 @dataclass(slots=True)
@@ -21,19 +19,18 @@ class Departures:
     """Of one role of one model."""
 
     _seen: float = 0.0  # when `_present` was
-    _present: dict[_Replica, Rates] = field(default_factory=dict)
-    _gone: dict[_Replica, tuple[float, Rates]] = field(
+    _present: dict[ReplicaId, Rates] = field(default_factory=dict)
+    _gone: dict[ReplicaId, tuple[float, Rates]] = field(
         default_factory=dict
     )  # last seen when, and with which rates
 
     def observe(self, engines: Iterable[EngineLoad], *, now: float, window: float) -> Rates:
         """Take the engines of this cycle into account. Gives what those that left within `window` seconds before
         `now` still stand for, per second."""
-        present: dict[_Replica, Rates] = {}
+        present: dict[ReplicaId, Rates] = {}
         for engine in engines:
-            replica = (engine.variant, engine.replica)
-            before = present.get(replica, Rates())
-            present[replica] = Rates(
+            before = present.get(engine.replica_id, Rates())
+            present[engine.replica_id] = Rates(
                 before.requests + (engine.request_rate or 0.0), before.output_tokens + (engine.output_rate or 0.0)
             )
         for replica, rates in self._present.items():

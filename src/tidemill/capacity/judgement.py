@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from statistics import median_low
 
 from tidemill.api.saturation_config import SaturationSettings
 from tidemill.capacity.analyzers import ANALYZERS, Analyzer
+from tidemill.capacity.arrivals import Arrivals
 from tidemill.capacity.demand import Level
 from tidemill.capacity.departures import Departures
 from tidemill.capacity.experience import Experience
@@ -18,6 +21,22 @@ from tidemill.capacity.view import RoleView
 
 SILENT_CYCLES = 3  # after which an analyzer without a report abstains
 SAME = Decimal("0.20")  # share by which a capacity may differ and still be taken for the same
+LOOKS = 3  # of a capacity, whose middle one counts: one that goes by itself is noise
+
+
+@dataclass(slots=True)
+class Capacity:
+    """What one replica of a variant can take, as it counts: what is measured when that differs for longer."""
+
+    counts: Decimal
+    measured: deque[Decimal] = field(default_factory=lambda: deque(maxlen=LOOKS))
+
+    def observe(self, now: Decimal) -> Decimal:
+        self.measured.append(now)
+        middle = median_low(self.measured) if len(self.measured) == LOOKS else now
+        if abs(middle - self.counts) > SAME * self.counts:
+            self.counts = middle
+        return self.counts
 
 
 class Judge:
@@ -27,21 +46,37 @@ class Judge:
         self._analyzers: dict[str, Analyzer] = {name: make() for name, make in ANALYZERS.items()}
         self._silent: dict[tuple[str, Role, str], int] = {}
         self._levels: dict[tuple[str, Role, str], Level] = {}
-        self._capacities: dict[tuple[str, Role, str], Mapping[str, Decimal]] = {}
+        self._capacities: dict[tuple[str, Role, str], dict[str, Capacity]] = {}
         self._experiences: dict[tuple[str, Role], Experience] = {}
         self._departures: dict[tuple[str, Role], Departures] = {}
+        self._arrivals: dict[tuple[str, Role], Arrivals] = {}
 
     def need(self, view: RoleView, settings: SaturationSettings, *, now: float, lead: float) -> Need:
         """What the role asks for at `now` (seconds); a replica takes `lead` seconds to start."""
         departures = self._departures.setdefault((view.model, view.role), Departures())
-        view = replace(view, departed=departures.observe(view.engines, now=now, window=view.rate_seconds))
+        arrivals = self._arrivals.setdefault((view.model, view.role), Arrivals())
+        flow = arrivals.observe(view.engines, now=now, window=view.window)
+        view = replace(
+            view,
+            departed=departures.observe(view.engines, now=now, window=view.rate_seconds),
+            growth=flow.growth,
+            unsettled=flow.unsettled,
+        )
         votes: list[CapacityReport] = []
         now_said: list[CapacityReport] = []  # the same as they were said
         silent: list[NoReport] = []
-        for name, (up, down) in sorted(settings.voting().items()):
+        stand_ins = settings.stand_ins
+        for name, (up, down) in sorted(
+            settings.voting().items(), key=lambda item: (item[0] in stand_ins, item[0])
+        ):
             found = self._analyzers[name].report(replace(view, thresholds=Thresholds(up=up, down=down)))
             slot = (view.model, view.role, name)
             if isinstance(found, CapacityReport):
+                if name in stand_ins and (other := self._speaker(view, votes, silent)) is not None:
+                    self._silent.pop(slot, None)
+                    self._levels.pop(slot, None)
+                    silent.append(NoReport(name, f"stands in for {other}, which has its say", holds=False))
+                    continue
                 self._silent.pop(slot, None)
                 now_said.append(found)
                 votes.append(self._steadied(slot, found, view, now, lead))
@@ -64,7 +99,7 @@ class Judge:
             "levels": [[*slot, *level.dump()] for slot, level in self._levels.items()],
             "experiences": [[*slot, *found.dump()] for slot, found in self._experiences.items()],
             "capacities": [
-                [*slot, {name: str(each) for name, each in found.items()}]
+                [*slot, {name: str(each.counts) for name, each in found.items()}]
                 for slot, found in self._capacities.items()
             ],
         }
@@ -79,16 +114,23 @@ class Judge:
         for model, role, *found in state["experiences"]:
             self._experiences.setdefault((model, Role(role)), Experience()).load(found)
         for model, role, analyzer, found in state["capacities"]:
-            self._capacities[model, Role(role), analyzer] = {name: Decimal(each) for name, each in found.items()}
+            self._capacities[model, Role(role), analyzer] = {
+                name: Capacity(Decimal(each)) for name, each in found.items()
+            }
 
     def forget(self, models: Collection[str]) -> None:
         """Keep nothing of any model but these; what analyzers learned of engines stays, for when it comes back."""
         for slots in (self._silent, self._levels, self._capacities):
             for gone in [slot for slot in slots if slot[0] not in models]:
                 del slots[gone]
-        for remembered in (self._experiences, self._departures):
+        for remembered in (self._experiences, self._departures, self._arrivals):
             for gone in [slot for slot in remembered if slot[0] not in models]:
                 del remembered[gone]
+
+    def _speaker(self, view: RoleView, votes: Sequence[CapacityReport], silent: Sequence[NoReport]) -> str | None:
+        """An analyzer that says something, or did so lately and will again."""
+        lately = [s.analyzer for s in silent if s.holds and (view.model, view.role, s.analyzer) in self._levels]
+        return next((name for name in (*[vote.analyzer for vote in votes], *lately)), None)
 
     def _steadied(
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float
@@ -97,7 +139,7 @@ class Judge:
         capacities that are measured anew only when they differ."""
         report = self._with_held_capacity(slot, report, view)
         level = self._levels.setdefault(slot, Level())
-        level.observe(now, float(report.demand))
+        level.observe(now, float(report.demand), window=report.window)
         if len(level.samples) == 1:
             return report
         demand = Decimal(repr(round(level.upper(lead), 3)))
@@ -107,11 +149,10 @@ class Judge:
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView
     ) -> CapacityReport:
         held = self._capacities.get(slot, {})
-        capacities = {
-            name: before if (before := held.get(name)) is not None and abs(now - before) <= SAME * before else now
-            for name, now in report.per_replica.items()
+        self._capacities[slot] = {
+            name: held.get(name) or Capacity(now) for name, now in report.per_replica.items()
         }
-        self._capacities[slot] = capacities
+        capacities = {name: self._capacities[slot][name].observe(now) for name, now in report.per_replica.items()}
         if capacities == report.per_replica:
             return report
         supply, anticipated = view.supply(capacities)

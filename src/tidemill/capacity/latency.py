@@ -1,7 +1,8 @@
 """Capacity in requests per second within latency targets, by the queueing model.
 
 A replica's capacity is the largest rate at which it keeps the targets for requests as they are now. What is asked
-for is what the replicas finish and what waits, which must be worked off within `DRAIN` seconds.
+for is what comes to the replicas, and what waits before them, which must be worked off within `DRAIN` seconds.
+(What waits at a replica is worked off by that one: others take what comes meanwhile.)
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from tidemill.api.saturation_config import QUEUEING_MODEL
-from tidemill.capacity.calibration import Calibration, Observation
+from tidemill.capacity.calibration import ENOUGH, Calibration, Observation
 from tidemill.capacity.engine_flags import EngineFlags
 from tidemill.capacity.queueing import LatencyTarget, ReplicaModel, Workload
 from tidemill.capacity.report import CapacityReport, Json, NoReport
@@ -18,7 +19,6 @@ from tidemill.capacity.view import ZERO, EngineLoad, RoleView
 
 UNIT = "requests/s within the latency target"
 DRAIN = 60.0
-ENOUGH = 3  # observations before a fit is trusted
 
 
 class QueueingModelAnalyzer:
@@ -46,8 +46,8 @@ class QueueingModelAnalyzer:
         impossible: list[str] = []
         for variant in view.variants:
             place = (view.model, variant.name)
-            fit = self.fits.get(place)
-            if fit is None or fit.observations < ENOUGH or place not in self._kv_tokens:
+            fit = self._fit(view, variant.name)
+            if fit.observations < fit.trusted or place not in self._kv_tokens:
                 continue
             tokens, engines = self._kv_tokens[place]
             model = ReplicaModel(
@@ -83,6 +83,7 @@ class QueueingModelAnalyzer:
             anticipated=anticipated,
             demand=demand,
             thresholds=view.thresholds,
+            window=view.window,
             numbers={
                 "ttftTarget": _milliseconds(view.target.ttft),
                 "itlTarget": _milliseconds(view.target.itl),
@@ -108,12 +109,20 @@ class QueueingModelAnalyzer:
         by_replica: dict[tuple[str, str], list[EngineLoad]] = {}
         for engine in view.engines:
             by_replica.setdefault((engine.variant, engine.replica), []).append(engine)
+            if engine.replica_id in view.unsettled:
+                continue
             if (seen := _observation(engine, view)) is not None:
-                self.fits.setdefault((view.model, engine.variant), Calibration()).observe(seen)
+                self._fit(view, engine.variant).observe(seen)
         for (variant, _), engines in by_replica.items():
             tokens = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
             if tokens and len(tokens) == len(engines):
                 self._kv_tokens[view.model, variant] = (min(tokens), len(tokens))
+
+    def _fit(self, view: RoleView, variant: str) -> Calibration:
+        place = (view.model, variant)
+        if place not in self.fits:
+            self.fits[place] = Calibration(view.presets.get(variant))
+        return self.fits[place]
 
 
 def _observation(engine: EngineLoad, view: RoleView) -> Observation | None:
@@ -134,9 +143,10 @@ def _observation(engine: EngineLoad, view: RoleView) -> Observation | None:
 
 
 def _demand(view: RoleView) -> Decimal | None:
-    """Requests per second that finish, and what waits spread over the time in which it is to be worked off."""
-    rate = view.request_rate
-    return None if rate is None else _rounded(rate) + view.waiting / Decimal(int(DRAIN))
+    """Requests per second that come, and what waits before the replicas, spread over the time in which it is to be
+    worked off."""
+    rate = view.arrival_rate
+    return None if rate is None else _rounded(rate) + view.upstream.requests / Decimal(int(DRAIN))
 
 
 def _impossible(variant: str, model: ReplicaModel, target: LatencyTarget) -> str:

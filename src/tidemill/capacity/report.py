@@ -25,6 +25,7 @@ class Thresholds:
 class CapacityReport:
     """`per_replica` is by variant what one replica can take; a variant that is not in it cannot be judged.
 
+    `demand` is a mean over the last `window` seconds, 0 where it is of this moment.
     `supply` is that of the ready replicas, `anticipated` that of the pending ones too. All four are in `unit`.
     `numbers` are what led there, for people.
     """
@@ -36,6 +37,7 @@ class CapacityReport:
     anticipated: Decimal
     demand: Decimal
     thresholds: Thresholds
+    window: float = 0.0
     numbers: Mapping[str, str] = field(default_factory=dict)
     unreachable: str = ""  # variants that meet no latency target at any size, and why
 

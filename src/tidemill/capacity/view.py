@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import TypeAlias
 
 from tidemill.capacity.engine_flags import EngineFlags
-from tidemill.capacity.queueing import LatencyTarget
+from tidemill.capacity.queueing import LatencyTarget, ServiceTimes
 from tidemill.capacity.report import Thresholds
 from tidemill.capacity.types import Role, VariantState
 
 ZERO = Decimal()
+ReplicaId: TypeAlias = tuple[str, str]
+"""Variant and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """One engine (each rank of a pod is one) of a ready replica that reports.
 
-    `kv_tokens` is how many its cache holds. Rates are per second, means in seconds; None is unknown.
+    `kv_tokens` is how many its cache holds. Rates are per second, means over `rate_seconds` (None: those of the
+    view), latencies in seconds; None is unknown.
     """
 
     variant: str
@@ -27,10 +31,15 @@ class EngineLoad:
     queue_length: Decimal
     kv_tokens: int | None = None
     running: float | None = None
+    rate_seconds: float | None = None
     request_rate: float | None = None
     output_rate: float | None = None  # tokens
     ttft: float | None = None
     itl: float | None = None
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        return self.variant, self.replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +77,11 @@ class UpstreamQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
-    """`model` is named with its namespace; `flags` are those of each variant's engines; `shape` has the means over
+    """`model` is named with its namespace; `flags` are those of each variant's engines, `presets`
+    their step times as published, where a preset was asked for; `shape` has the means over
     the role, the last known where there are none now. Rates are means over `rate_seconds`; `departed` are what
-    replicas that have just left still stand for."""
+    replicas that have just left still stand for, `growth` by how many a second the requests inside the engines
+    become more, `unsettled` the replicas whose means are of no one state."""
 
     model: str
     role: Role
@@ -80,7 +91,10 @@ class RoleView:
     upstream: UpstreamQueue = UpstreamQueue()
     rate_seconds: float = 60.0
     departed: Rates = Rates()
+    growth: float = 0.0
+    unsettled: frozenset[ReplicaId] = frozenset()
     flags: Mapping[str, EngineFlags] = field(default_factory=dict)
+    presets: Mapping[str, ServiceTimes] = field(default_factory=dict)
     thresholds: Thresholds = Thresholds()
     kv_cache_threshold: Decimal = Decimal("0.80")
     queue_length_threshold: Decimal = Decimal(5)
@@ -89,12 +103,23 @@ class RoleView:
     @property
     def request_rate(self) -> float | None:
         """Requests per second that the engines finish together; None unless each one says so."""
-        return _total([engine.request_rate for engine in self.engines], self.departed.requests)
+        return self._total([engine.request_rate for engine in self.engines], self.departed.requests)
+
+    @property
+    def arrival_rate(self) -> float | None:
+        """Requests per second that come to the engines, whether these keep up with them or not."""
+        rate = self.request_rate
+        return None if rate is None else max(0.0, rate + self.growth)
 
     @property
     def output_rate(self) -> float | None:
         """Tokens per second that the engines generate together; None unless each one says so."""
-        return _total([engine.output_rate for engine in self.engines], self.departed.output_tokens)
+        return self._total([engine.output_rate for engine in self.engines], self.departed.output_tokens)
+
+    @property
+    def window(self) -> float:
+        """Seconds over which rates of all engines together are means: those of the engine that is seen longest."""
+        return max(map(self._seconds, self.engines), default=self.rate_seconds)
 
     @property
     def waiting(self) -> Decimal:
@@ -108,7 +133,17 @@ class RoleView:
         pending = sum((v.pending * per_replica[v.name] for v in known if not v.stalled), ZERO)
         return ready, ready + pending
 
+    def _seconds(self, engine: EngineLoad) -> float:
+        return self.rate_seconds if engine.rate_seconds is None else engine.rate_seconds
 
-def _total(rates: Sequence[float | None], departed: float) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) + departed if len(known) == len(rates) else None
+    def _total(self, rates: Sequence[float | None], departed: float) -> float | None:
+        """All together over the same time: an engine that is seen for less of it had nothing before, when what it
+        gets now went to the others."""
+        known = [
+            rate * self._seconds(engine)
+            for rate, engine in zip(rates, self.engines, strict=True)
+            if rate is not None
+        ]
+        if len(known) < len(rates):
+            return None
+        return sum(known) / self.window + departed if known and self.window else departed

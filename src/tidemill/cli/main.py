@@ -362,23 +362,36 @@ def explain(
 
 @app.command()
 def install(
-    image: Annotated[str, typer.Option(help="Image that has `tidemill`.")],
-    namespace: Annotated[str, typer.Option(help="Namespace of the autoscaler.")] = CONTROLLER_NAMESPACE,
+    part: Annotated[
+        str, typer.Argument(help="autoscaler, picker, or monitoring (for the Prometheus operator).")
+    ] = "autoscaler",
+    image: Annotated[str, typer.Option(help="Image that has `tidemill`; monitoring needs none.")] = "",
+    namespace: Annotated[
+        str, typer.Option(help="Where to; of the picker: that of its pools.", show_default="the usual one")
+    ] = "",
     watch_namespace: Annotated[
-        str, typer.Option(help="Look after this namespace only, with rights there; all when absent.")
+        str, typer.Option(help="Autoscaler: look after this namespace only, with rights there; all when absent.")
     ] = "",
     external_metrics: Annotated[
-        bool, typer.Option(help="Serve external.metrics.k8s.io; not where KEDA or prometheus-adapter does.")
+        bool,
+        typer.Option(help="Autoscaler: serve external.metrics.k8s.io; not where KEDA or prometheus-adapter does."),
     ] = True,
 ) -> None:
-    """Print the manifests of the autoscaler: tidemill install --image IMAGE | kubectl apply -f -"""
+    """Print manifests: tidemill install --image IMAGE | kubectl apply -f -"""
     import yaml
 
-    from tidemill.manifests import manifests
+    from tidemill.manifests import Part, manifests
 
+    if part not in tuple(Part):
+        raise typer.BadParameter(f"{part!r} is not one of {', '.join(Part)}", param_hint="PART")
+    if not image and part != Part.MONITORING:
+        raise typer.BadParameter("the image that has `tidemill` must be given", param_hint="--image")
+    if part != Part.AUTOSCALER and (watch_namespace or not external_metrics):
+        raise typer.BadParameter("is the autoscaler's own", param_hint="--watch-namespace, --no-external-metrics")
     objects = manifests(
-        image=image, namespace=namespace, watch_namespace=watch_namespace, external_metrics=external_metrics
-    )
+        Part(part), image=image, namespace=namespace, watch_namespace=watch_namespace,
+        external_metrics=external_metrics,
+    )  # fmt: skip
     typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)
 
 

@@ -1,8 +1,9 @@
-"""Manifests of the autoscaler, as files that kustomize reads, and as objects for those without."""
+"""Manifests of what can be installed, as files that kustomize reads, and as objects for those without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from importlib.resources import files
 from typing import Any
 
@@ -15,25 +16,41 @@ Json = dict[str, Any]
 EXTERNAL_METRICS = "APIService"
 
 
+class Part(StrEnum):
+    AUTOSCALER = "autoscaler"
+    PICKER = "picker"
+    MONITORING = "monitoring"  # of the Prometheus operator
+
+
+POOLS_NAMESPACE = "llm-d"
+_NAMESPACES = {
+    Part.AUTOSCALER: DEFAULT_NAMESPACE, Part.PICKER: POOLS_NAMESPACE, Part.MONITORING: DEFAULT_NAMESPACE
+}  # fmt: skip
+
 # What no namespace holds.
 _CLUSTER_SCOPED = frozenset({"nodes", "namespaces", "tokenreviews", "subjectaccessreviews"})
 
 
 def manifests(
+    part: Part = Part.AUTOSCALER,
     *,
     image: str = "",
-    namespace: str = DEFAULT_NAMESPACE,
+    namespace: str = "",
     watch_namespace: str = "",
     external_metrics: bool = True,
 ) -> list[Json]:
-    """The CRD and everything that runs the autoscaler, in the order in which it can be created. With a
-    `watch_namespace` it looks after that one only, and has rights there and in its own. Without
-    `external_metrics` another server keeps that API."""
-    found = [variant_autoscaling_crd(), *_files()]
+    """All objects of a part, in the order in which they can be created; for the autoscaler with its CRD.
+    `namespace` is another one than the usual. With a `watch_namespace` the autoscaler looks after that one only,
+    and has rights there and in its own. Without `external_metrics` another server keeps that API."""
+    usual = _NAMESPACES[part]
+    found = list(_files(part))
+    if part is Part.AUTOSCALER:
+        found.insert(0, variant_autoscaling_crd())
     if not external_metrics:
         found = [obj for obj in found if obj["kind"] != EXTERNAL_METRICS]
-    if namespace != DEFAULT_NAMESPACE:
-        found = [_moved(obj, namespace) for obj in found]
+    namespace = namespace or usual
+    if namespace != usual:
+        found = [_moved(obj, usual, namespace) for obj in found]
     for obj in found:
         if obj["kind"] == "Deployment":
             container = obj["spec"]["template"]["spec"]["containers"][0]
@@ -73,16 +90,16 @@ def _confined(objects: list[Json], namespace: str, watched: str) -> Iterator[Jso
             }
 
 
-def _files() -> Iterator[Json]:
-    directory = files(__name__)
+def _files(part: Part) -> Iterator[Json]:
+    directory = files(__name__).joinpath(part.value)
     for name in yaml.safe_load(directory.joinpath("kustomization.yaml").read_text())["resources"]:
         yield from yaml.safe_load_all(directory.joinpath(name).read_text())
 
 
-def _moved(value: Any, namespace: str) -> Any:
-    """With the namespace of the autoscaler, wherever it is named, replaced."""
+def _moved(value: Any, usual: str, namespace: str) -> Any:
+    """With the usual namespace, wherever it is named, replaced."""
     if isinstance(value, dict):
-        return {key: _moved(inner, namespace) for key, inner in value.items()}
+        return {key: _moved(inner, usual, namespace) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_moved(inner, namespace) for inner in value]
-    return namespace if value == DEFAULT_NAMESPACE else value
+        return [_moved(inner, usual, namespace) for inner in value]
+    return namespace if value == usual else value

@@ -72,6 +72,11 @@ class _Counter:
         (since, first), (until, last) = self.totals[0], self.totals[-1]
         return (last - first) / (until - since) if until > since else None
 
+    @property
+    def seconds(self) -> float:
+        """Over which the rate is a mean: less than the window where the target is younger."""
+        return self.totals[-1][0] - self.totals[0][0]
+
 
 @dataclass(slots=True)
 class _Served:
@@ -97,6 +102,9 @@ class _Scraped:
     def rates(self, key: tuple[str, str]) -> dict[Quantity, float]:
         found = {quantity: counter.rate() for quantity, counter in self.counters.get(key, {}).items()}
         return {quantity: rate for quantity, rate in found.items() if rate is not None}
+
+    def rate_seconds(self, key: tuple[str, str]) -> float | None:
+        return max((counter.seconds for counter in self.counters.get(key, {}).values()), default=None)
 
     task: asyncio.Task[None] | None = None
     failing: str = ""
@@ -147,6 +155,7 @@ class DirectSource:
                         running.gauge(now, self._window) if running else None,
                         scraped.caches.get(engine),
                         scraped.rates(key),
+                        scraped.rate_seconds(key),
                     )
                 )
         waiting = await self._pickers.read() if in_depth and self._pickers is not None else ()

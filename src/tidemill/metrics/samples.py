@@ -90,6 +90,7 @@ class SeriesSample:
     running: Gauge | None = None
     kv_tokens: int | None = None  # that its cache holds
     rates: Mapping[Quantity, float] = field(default_factory=dict)  # per second; what is absent is unknown
+    rate_seconds: float | None = None  # over which they are means, where that is less than the snapshot says
 
 
 @dataclass(frozen=True, slots=True)

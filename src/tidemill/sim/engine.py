@@ -9,7 +9,7 @@ are admitted, first come first served, while the batch, the budget and the KV ca
 running sequence needs a block and none is free, the youngest one is preempted: it loses its blocks and
 waits at the head of the queue to be computed again.
 
-Time of a step (fits of decode and prefill, see sim/data):
+Time of a step (fits of decode and prefill, see api/data):
     base + per_sequence * decoding + per_sequence_token * (KV tokens of the decoding) + per_prefill * (prompt tokens read)
 where base is that of decode, or of prefill when nothing decodes.
 """  # noqa: E501

@@ -1,4 +1,4 @@
-"""Engines by model and accelerator, and start-up times, from the files in sim/data."""
+"""Engines by model and accelerator, and start-up times from sim/data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from functools import cache
 from importlib.resources import files
 
 from tidemill.api.durations import parse_duration
+from tidemill.api.engine_presets import engine_presets
 from tidemill.sim.engine import BLOCK_TOKENS, EngineParameters
 
 # Facts of the models' public configurations: bytes of weights and of KV cache per token, both 16 bit.
-_WEIGHT_GB = {"Meta-Llama-3.1-8B": 16.1, "Meta-Llama-3.1-70B": 141.1, "Qwen3-32B": 65.5}
-_KV_LAYERS = {"Meta-Llama-3.1-8B": 32, "Meta-Llama-3.1-70B": 80, "Qwen3-32B": 64}
+_WEIGHT_GB = {"llama-3.1-8b": 16.1, "llama-3.1-70b": 141.1, "qwen3-32b": 65.5}
+_KV_LAYERS = {"llama-3.1-8b": 32, "llama-3.1-70b": 80, "qwen3-32b": 64}
 _KV_BYTES_PER_LAYER = 2 * 8 * 128 * 2  # key and value, 8 KV heads of 128, 2 bytes
-_MEMORY_GB = {"h100_sxm": 80, "a100_sxm": 80, "l40s": 48, "h200_sxm": 141}
+_MEMORY_GB = {"H100": 80, "A100": 80, "L40S": 48, "H200": 141}
 _MEMORY_UTILIZATION = 0.9  # vLLM's default
 _ACTIVATIONS_GB = 2.0  # per GPU, what profiling a step usually leaves out of the cache
 
@@ -35,32 +36,29 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """By name, such as `llama-3.1-8b/l40s` (or with the GPU count where there are several)."""
-    rows = list(_rows("aiconfigurator_0.12_fit.csv"))
-    found: dict[str, Preset] = {}
-    for row in rows:
-        model, system, gpus = row["model"], row["system"], int(row["tp"])
-        if (system, gpus) == ("l40s", 8):
-            continue  # dominated by PCIe all-reduce; the fit is no prediction
-        short = model.rsplit("/", 1)[1]
-        accelerator = system.removesuffix("_sxm").upper()
-        alike = sum((r["model"], r["system"]) == (model, system) for r in rows)
-        name = f"{short.removeprefix('Meta-')}/{accelerator}".lower() + (f"x{gpus}" if alike > 1 else "")
-        parameters = EngineParameters(
-            decode_base=float(row["decode_alpha_ms"]) / 1e3,
-            decode_per_sequence=float(row["decode_beta_ms_per_seq"]) / 1e3,
-            decode_per_sequence_token=float(row["decode_gamma_ms_per_seq_token"]) / 1e3,
-            prefill_base=float(row["prefill_gamma_ms"]) / 1e3,
-            prefill_per_token=float(row["prefill_delta_ms_per_token"]) / 1e3,
-            kv_blocks=kv_blocks(short, system, gpus),
+    """By the name of its times (`api/engine_presets.py`), such as `llama-3.1-8b/l40s`."""
+    return {
+        name: Preset(
+            name,
+            times.weights,
+            times.accelerator,
+            times.gpus,
+            EngineParameters(
+                decode_base=times.decode_base,
+                decode_per_sequence=times.decode_per_sequence,
+                decode_per_sequence_token=times.decode_per_sequence_token,
+                prefill_base=times.prefill_base,
+                prefill_per_token=times.prefill_per_token,
+                kv_blocks=kv_blocks(times.model, times.accelerator, times.gpus),
+            ),
         )
-        found[name] = Preset(name, model, accelerator, gpus, parameters)
-    return found
+        for name, times in engine_presets().items()
+    }
 
 
-def kv_blocks(model: str, system: str, gpus: int) -> int:
+def kv_blocks(model: str, accelerator: str, gpus: int) -> int:
     """Blocks of 16 tokens that fit beside the weights at vLLM's default memory utilization."""
-    free_gb = gpus * (_MEMORY_GB[system] * _MEMORY_UTILIZATION - _ACTIVATIONS_GB) - _WEIGHT_GB[model]
+    free_gb = gpus * (_MEMORY_GB[accelerator] * _MEMORY_UTILIZATION - _ACTIVATIONS_GB) - _WEIGHT_GB[model]
     return int(free_gb * 1e9 / (_KV_LAYERS[model] * _KV_BYTES_PER_LAYER * BLOCK_TOKENS))
 
 

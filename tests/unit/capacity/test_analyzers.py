@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from tests.policy_lab import times_of
@@ -157,11 +158,43 @@ class TestLatency:
         assert float(found.demand) == pytest.approx(0.5 * model.max_rate, rel=0.01)
         assert found.numbers["ttftTarget"] == "400 ms"
 
-    def test_what_waits_is_to_be_worked_off_in_a_minute(self) -> None:
+    def test_what_waits_before_the_replicas_is_to_be_worked_off_in_a_minute(self) -> None:
+        assert self.demand(upstream=UpstreamQueue(requests=Decimal(120))) - self.demand() == pytest.approx(2.0)
+
+    def test_what_waits_at_a_replica_is_its_own_and_counts_by_what_it_grows(self) -> None:
+        assert self.demand(queue=120) == self.demand()
+        assert self.demand(queue=120, growth=1.5) - self.demand() == pytest.approx(1.5)
+
+    def demand(self, *, queue: float = 0, **more: Any) -> float:
+        found = self.learned().report(replace(self.serving(0.5, queue=queue), **more))
+        assert isinstance(found, CapacityReport)
+        return float(found.demand)
+
+    def test_published_times_count_before_anything_was_seen(self) -> None:
+        """And what is seen corrects them: here the engine is of another kind than was said."""
+        times, kv_tokens = times_of("llama-3.1-8b/l40s")
+        model = ReplicaModel(times, Workload(input_tokens=1024, output_tokens=256), kv_tokens=kv_tokens)
+        right = model.largest_rate(self.TARGET)
+        analyzer = QueueingModelAnalyzer()
+        assert float(self.each(analyzer, "llama-3.1-8b/l40s")) == pytest.approx(right, rel=0.05)
+        analyzer = QueueingModelAnalyzer()
+        first = float(self.each(analyzer, "llama-3.1-8b/h100"))
+        for load in (0.2, 0.7, 0.4, 0.8) * 5:
+            last = float(self.each(analyzer, "llama-3.1-8b/h100", load))
+        assert first > 1.5 * right
+        assert last == pytest.approx(right, rel=0.2)
+
+    def each(self, analyzer: QueueingModelAnalyzer, preset: str, load: float = 0.5) -> Decimal:
+        found = analyzer.report(replace(self.serving(load), presets={"a": times_of(preset)[0]}))
+        assert isinstance(found, CapacityReport)
+        return found.per_replica["a"]
+
+    def test_means_of_no_one_state_teach_nothing(self) -> None:
         analyzer = self.learned()
-        found = [analyzer.report(self.serving(0.5, queue=queue)) for queue in (0, 120)]
-        assert all(isinstance(report, CapacityReport) for report in found)
-        assert float(found[1].demand - found[0].demand) == pytest.approx(2.0)  # type: ignore[union-attr]
+        before = analyzer.dump()
+        seen = self.serving(0.9)
+        analyzer.report(replace(seen, unsettled=frozenset({seen.engines[0].replica_id})))
+        assert analyzer.dump() == before
 
     def test_a_target_that_no_size_meets_is_said_with_what_the_engine_can_do(self) -> None:
         analyzer = self.learned()

@@ -270,7 +270,7 @@ def _own_monitor(fleet: Fleet) -> Iterator[Wrong]:
         yield Wrong(
             f"ServiceMonitor {fleet.namespace}/{SERVICE_MONITOR}",
             f"it is gone, and HPAs read what it has scraped: {', '.join(h['metadata']['name'] for h in readers)}",
-            "kubectl apply -f deploy/monitoring/servicemonitor.yaml",
+            "tidemill install monitoring | kubectl apply -f -",
         )
 
 

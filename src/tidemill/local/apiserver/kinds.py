@@ -102,6 +102,9 @@ BUILT_IN: tuple[Kind, ...] = (
     _kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
     _kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False),
     _kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False),
+    # Kept, and without effect: pods here share the machine's network, and nobody is evicted.
+    _kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", short="netpol"),
+    _kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", short="pdb", status=True),
     CRDS,
 )  # fmt: skip
 
