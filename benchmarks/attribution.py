@@ -23,6 +23,7 @@ from benchmarks.autoscaler import REPLICAS, VARIANTS, rss_mib, servers
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.attribution import Ownership
 from tidemill.autoscaler.world import World
+from tidemill.cli.collector import spare_the_collector
 from tidemill.kube.client import KubeClient
 
 OUTPUT = Path("build/bench/attribution.json")
@@ -85,6 +86,7 @@ async def measure(kubeconfig: str, *, steady: float) -> dict[str, float]:
 
 
 async def main() -> None:
+    spare_the_collector()  # as the program does
     steady = 10.0 if "--short" in sys.argv else 60.0
     load = os.getloadavg()[0]
     async with servers(VARIANTS, REPLICAS) as addresses:

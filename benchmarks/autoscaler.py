@@ -28,6 +28,7 @@ from tidemill.api.manager_config import PrometheusConfig
 from tidemill.autoscaler.controller import Controller, ControllerOptions, SourceKind
 from tidemill.autoscaler.views import PodView, pod_view
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
+from tidemill.cli.collector import spare_the_collector
 from tidemill.kube.client import KubeClient
 from tidemill.kube.informer import Informer, InformerEvent
 from tidemill.kube.resources import PODS
@@ -200,6 +201,7 @@ HOW = {
 
 
 async def main() -> None:
+    spare_the_collector()  # as the program does
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     result: dict[str, Any] = {}
     async with servers(VARIANTS, REPLICAS) as addresses:

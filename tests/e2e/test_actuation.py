@@ -100,8 +100,8 @@ def hpa() -> Any:
 
 @pytest.mark.timeout(180)
 async def test_load_rises_and_falls_and_an_hpa_follows(tmp_path: Path) -> None:
-    """Installed from deploy/autoscaler with its roles enforced, and without Prometheus or an adapter: the HPA asks the
-    API server, which asks the autoscaler."""
+    """Installed from deploy/autoscaler with its roles enforced, and without Prometheus or an adapter: the HPA asks
+    the API server, which asks the autoscaler."""
     async with scene(tmp_path, hpa_seconds=1.0, authorize=True) as there:
         await there.create(variant(kv_blocks=512, maxReplicas=6))
         await install(there)

@@ -23,6 +23,7 @@ from tidemill.autoscaler.controller import (
     lease_config,
     run_controller,
 )
+from tidemill.cli.collector import spare_the_collector
 from tidemill.kube.client import KubeClient
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ async def serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        spare_the_collector()
         async with await KubeClient.connect(kubeconfig, context) as client:
             if picker is None:
                 await run_controller(Controller(client, options), stop)
@@ -103,10 +105,8 @@ async def _with_picker(
     client: KubeClient, options: ControllerOptions, picker_options: PickerOptions, stop: asyncio.Event
 ) -> None:
     """Autoscaler and endpoint picker in one process. The picker drains before the autoscaler ends."""
-    from tidemill.cli.picker import spare_the_collector
     from tidemill.picker.server import Picker
 
-    spare_the_collector()
     drained = asyncio.Event()
     async with Picker(picker_options, client) as picker, asyncio.TaskGroup() as group:
         group.create_task(run_controller(Controller(client, options, picker=picker), drained))

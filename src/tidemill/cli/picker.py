@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import signal
 import time
@@ -20,6 +19,7 @@ from kubernetes.aio.config import ConfigException
 from tidemill.api.picker_config import EndpointPickerConfig
 from tidemill.api.problem import InvalidObjectError
 from tidemill.cli.autoscaler import configure_logging, seconds
+from tidemill.cli.collector import spare_the_collector
 from tidemill.cli.main import run
 from tidemill.kube.client import KubeClient
 from tidemill.kube.resources import ObjectKey
@@ -138,14 +138,6 @@ def _worker(options: PickerOptions, cluster: Cluster) -> None:
     except ConfigException as error:
         typer.echo(f"tidemill picker: no cluster: {error}; give --kubeconfig or --endpoints", err=True)
         raise typer.Exit(2) from None
-
-
-def spare_the_collector() -> None:
-    """What is loaded now stays: the collector need not look at it again and again. Requests leave no cycles
-    behind, so that it need not run often either; both are a fifth of the time of a request otherwise."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 async def _serve(options: PickerOptions, cluster: Cluster) -> None:
