@@ -10,8 +10,9 @@ import yaml
 from tests.conftest import CRDS, Kubectl, eventually, program
 
 from tidemill.kube.errors import NotFoundError
-from tidemill.kube.resources import DEPLOYMENTS, PODS, REPLICA_SETS, Json
+from tidemill.kube.resources import DEPLOYMENTS, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Json
 from tidemill.local.cluster import LocalCluster
+from tidemill.local.controllers.leaderworkerset import leader_worker_set_crd
 
 pytestmark = pytest.mark.kubectl
 
@@ -305,3 +306,34 @@ async def test_server_side_apply_by_kubectl(cluster: LocalCluster, kubectl: Kube
     assert ".spec.replicas" in text
     await kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=body)
     assert (await cluster.client.get(DEPLOYMENTS, "web", "default"))["spec"]["replicas"] == 1
+
+
+async def test_groups_of_a_leader_and_its_workers(cluster: LocalCluster, kubectl: Kubectl) -> None:
+    """A LeaderWorkerSet by kubectl: groups start, follow its scale, and go with it."""
+    await cluster.client.create(CRDS, leader_worker_set_crd())
+    template = server("big")["spec"]["template"]
+    group = {"size": 2, "workerTemplate": template}
+    body = {
+        "apiVersion": LEADER_WORKER_SETS.api_version, "kind": "LeaderWorkerSet",
+        "metadata": {"name": "big", "namespace": "default"},
+        "spec": {"replicas": 2, "leaderWorkerTemplate": group},
+    }  # fmt: skip
+    await kubectl("apply", "-f", "-", stdin=yaml.safe_dump(body))
+    await kubectl("wait", "lws/big", "--for=jsonpath={.status.readyReplicas}=2", "--timeout=30s")
+    names = {pod["metadata"]["name"] for pod in await pods(cluster, "big")}
+    assert names == {"big-0", "big-0-1", "big-1", "big-1-1"}
+    label = "jsonpath={.spec.leaderWorkerTemplate.workerTemplate.metadata.labels.app}"
+    assert await kubectl("get", "lws", "big", "-o", label) == "big"
+
+    await kubectl("scale", "lws/big", "--replicas=1")
+
+    async def one_group() -> bool:
+        return {pod["metadata"]["name"] for pod in await pods(cluster, "big")} == {"big-0", "big-0-1"}
+
+    await eventually(one_group, within=20)
+    await kubectl("delete", "lws", "big", "--timeout=30s")
+
+    async def gone() -> bool:
+        return not await pods(cluster, "big")
+
+    await eventually(gone, within=20)

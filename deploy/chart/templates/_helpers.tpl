@@ -35,7 +35,10 @@ app.kubernetes.io/name: endpoint-picker
   resources: [pods, configmaps]
   verbs: [list, watch]
 - apiGroups: [apps]
-  resources: [deployments, replicasets]
+  resources: [deployments, replicasets, statefulsets]
+  verbs: [list, watch]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
   verbs: [list, watch]
 - apiGroups: [llmd.ai]
   resources: [variantautoscalings]
@@ -64,5 +67,8 @@ app.kubernetes.io/name: endpoint-picker
 # Replicas: with --actuation scale, and to wake a model from 0, which no HPA does.
 - apiGroups: [apps]
   resources: [deployments/scale]
+  verbs: [patch]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets/scale]
   verbs: [patch]
 {{- end }}

@@ -19,6 +19,8 @@ SERVICE_MONITOR = "wva-controller-manager-metrics-monitor"
 
 VARIANT_LABEL = "llm-d.ai/variant"
 ROLE_LABEL = "llm-d.ai/role"
+LEADER_WORKER_SET_LABEL = "leaderworkerset.sigs.k8s.io/name"  # on what belongs to one: pods and StatefulSets
+WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"  # of a pod in its group; "0" leads
 ACCELERATOR_LABEL = "inference.optimization/acceleratorName"
 CONTROLLER_INSTANCE_LABEL = "wva.llmd.ai/controller-instance"
 CONFIG_ENABLED_LABEL = "wva.llmd.ai/config-enabled"

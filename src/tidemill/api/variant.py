@@ -44,7 +44,13 @@ class Reason(StrEnum):
     INVALID_CONFIGURATION = "InvalidConfiguration"
 
 
-TARGET_GONE_MESSAGE = "Target deployment no longer exists"
+def target_word(kind: TargetKind) -> str:
+    """What messages call a target; of a Deployment they are the original's to the letter."""
+    return "deployment" if kind == "Deployment" else kind
+
+
+def target_gone_message(kind: TargetKind) -> str:
+    return f"Target {target_word(kind)} no longer exists"
 
 
 class ScaleTargetRef(ApiModel):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tidemill.api.names import ACCELERATOR_KEYS, ACCELERATOR_LABEL, UNKNOWN_ACCELERATOR
-from tidemill.autoscaler.views import DeploymentView, NodeView, PodView, ResourceClaimView, ValidVariant
+from tidemill.autoscaler.views import NodeView, PodView, ResourceClaimView, TargetView, ValidVariant
 from tidemill.autoscaler.world import World
 from tidemill.capacity.inventory import Inventory
 from tidemill.kube.resources import ObjectKey
@@ -25,7 +25,7 @@ def inventory(world: World, selector: Iterable[tuple[str, str]]) -> Inventory:
     }
     placements = {
         placement(target.accelerator, target.node_selector): target.node_selector
-        for target in world.deployments.store
+        for target in world.targets()
         if target.accelerator is not None
     }
     total: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def inventory(world: World, selector: Iterable[tuple[str, str]]) -> Inventory:
     return Inventory(total=total, used=used)
 
 
-def accelerator_of(world: World, variant: ValidVariant, target: DeploymentView) -> str:
+def accelerator_of(world: World, variant: ValidVariant, target: TargetView) -> str:
     """The accelerator of a variant: as its label says, as its target asks for, or the only product there is."""
     known = variant.spec.metadata.labels.get(ACCELERATOR_LABEL) or target.accelerator
     if known:

@@ -7,9 +7,12 @@ from typing import Protocol
 
 import aiohttp
 
+from tidemill.api.variant import TargetRef
 from tidemill.kube.client import KubeClient
 from tidemill.kube.errors import ApiError, NotFoundError
-from tidemill.kube.resources import DEPLOYMENTS, ObjectKey
+from tidemill.kube.resources import DEPLOYMENTS, LEADER_WORKER_SETS
+
+_RESOURCES = {"Deployment": DEPLOYMENTS, "LeaderWorkerSet": LEADER_WORKER_SETS}
 
 
 class ActuationError(Exception):
@@ -17,7 +20,7 @@ class ActuationError(Exception):
 
 
 class Actuator(Protocol):
-    async def apply(self, target: ObjectKey, current: int, desired: int) -> None:
+    async def apply(self, target: TargetRef, current: int, desired: int) -> None:
         """Carry out a decision. Raises ActuationError."""
         ...
 
@@ -25,7 +28,7 @@ class Actuator(Protocol):
 class MetricsActuator:
     """Exporting the number is all: an HPA or KEDA moves the replicas."""
 
-    async def apply(self, target: ObjectKey, current: int, desired: int) -> None:
+    async def apply(self, target: TargetRef, current: int, desired: int) -> None:
         pass
 
 
@@ -36,17 +39,17 @@ class ScaleActuator:
         self._client = client
         self._timeout = timeout
 
-    async def apply(self, target: ObjectKey, current: int, desired: int) -> None:
+    async def apply(self, target: TargetRef, current: int, desired: int) -> None:
         if current == desired:
             return
         try:
             async with asyncio.timeout(self._timeout):
-                await self._client.scale(DEPLOYMENTS, target.name, target.namespace, desired)
+                await self._client.scale(_RESOURCES[target.kind], target.name, target.namespace, desired)
         except NotFoundError:
-            raise ActuationError(f"Deployment {target} is gone") from None
+            raise ActuationError(f"{target} is gone") from None
         except ApiError as error:
-            raise ActuationError(f"the API server refused to scale Deployment {target}: {error}") from error
+            raise ActuationError(f"the API server refused to scale {target}: {error}") from error
         except TimeoutError:
-            raise ActuationError(f"no answer to scaling Deployment {target} in {self._timeout:g}s") from None
+            raise ActuationError(f"no answer to scaling {target} in {self._timeout:g}s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ActuationError(f"Deployment {target} could not be scaled: {error}") from error
+            raise ActuationError(f"{target} could not be scaled: {error}") from error

@@ -1,7 +1,8 @@
 """Whose numbers are these? From a series to a pod, from a pod to a variant.
 
 Names lead to candidates, identities decide: a pod belongs to the ReplicaSet with the uid that it names,
-and that to the Deployment with the uid that it names. What cannot be told belongs to nobody and is counted.
+and that to the Deployment with the uid that it names; the leader of a group likewise through a StatefulSet to its
+LeaderWorkerSet. What cannot be told belongs to nobody and is counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
+from tidemill.autoscaler.views import PodView, TargetView, ValidVariant
 from tidemill.autoscaler.world import World
 from tidemill.kube.resources import ObjectKey
 from tidemill.metrics.samples import Gauge, Quantity, SeriesSample
@@ -99,28 +100,30 @@ class Ownership:
     is at one moment. Built once for a cycle, because every pod is asked about."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self.variants: dict[ObjectKey, tuple[ValidVariant, DeploymentView]] = {}
-        self._by_deployment: dict[str, ObjectKey] = {}  # uid of the Deployment: variant
+        self.variants: dict[ObjectKey, tuple[ValidVariant, TargetView]] = {}
+        self._by_target: dict[str, ObjectKey] = {}  # uid of the target: variant
+        self._sets = {"ReplicaSet": world.replica_sets, "StatefulSet": world.stateful_sets}
         for variant in world.our_variants():
             target = world.target_of(variant)
             if target is not None and _is(variant, world.decider(variant.spec.target)):
                 self.variants[variant.key] = (variant, target)
-                self._by_deployment[target.uid] = variant.key
+                self._by_target[target.uid] = variant.key
 
     def variant_of(self, pod: PodView) -> ObjectKey | None:
         """The variant that `pod` is a replica of: the one its label names, else the one whose target
-        controls it through a ReplicaSet, all told by uid."""
+        controls it through a ReplicaSet or StatefulSet, all told by uid. A worker of a group is no replica,
+        and what it says of itself counts for nothing: the leader stands for the group."""
+        if pod.worker:
+            return None
         if pod.variant_label:
             key = ObjectKey(pod.key.namespace, pod.variant_label)
             if key in self.variants:
                 return key
-        if pod.owner is None or pod.owner.kind != "ReplicaSet":
+        if pod.owner is None or (informer := self._sets.get(pod.owner.kind)) is None:
             return None
-        for replica_set in self._world.replica_sets.store.by_index("uid", pod.owner.uid):
-            owner = replica_set.owner
-            if owner is not None and owner.kind == "Deployment":
-                return self._by_deployment.get(owner.uid)
+        for pod_set in informer.store.by_index("uid", pod.owner.uid):
+            if pod_set.owner is not None:
+                return self._by_target.get(pod_set.owner.uid)
         return None
 
 

@@ -232,8 +232,7 @@ class Controller:
             alloc = None if variant is None else variant.spec.status.desired_optimized_alloc
             if key.namespace != namespace or variant is None or alloc is None:
                 continue
-            where = variant.spec.target
-            target = self.world.deployments.store.get(ObjectKey(where.namespace, where.name))
+            target = self.world.target(variant.spec.target)
             current = 0 if target is None else target.replicas
             found.append(ExportedDecision(key.name, namespace, alloc.accelerator, alloc.num_replicas, current))
         return found

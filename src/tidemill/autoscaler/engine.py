@@ -227,7 +227,7 @@ class Engine:
                 return replace(decision, applied=False, not_applied=f"paused: {why}")
             # An HPA rests while its target has no replicas: the first one comes from here.
             carrier = self._actuator if decision.current else self._scale
-            await carrier.apply(member.target.key, decision.current, decision.replicas)
+            await carrier.apply(member.target.ref, decision.current, decision.replicas)
         except ActuationError as error:
             self._instruments.error("actuation", type(error).__name__)
             log.warning("decision not applied", variant=str(decision.variant), error=str(error))

@@ -9,7 +9,7 @@ from decimal import Decimal
 from tidemill.api.manager_config import FreshnessThresholds
 from tidemill.autoscaler.accelerators import accelerator_of
 from tidemill.autoscaler.attribution import Attributed, EngineSample, Ownership, PodSample
-from tidemill.autoscaler.views import DeploymentView, PodView, ValidVariant
+from tidemill.autoscaler.views import PodView, TargetView, ValidVariant
 from tidemill.autoscaler.world import World
 from tidemill.capacity.types import ReplicaLoad
 from tidemill.capacity.view import EngineLoad, RequestShape
@@ -31,7 +31,7 @@ class Member:
     """A variant with an existing target, and its pods."""
 
     variant: ValidVariant
-    target: DeploymentView
+    target: TargetView
     replicas: tuple[Replica, ...]
     accelerator: str
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from tidemill.api.variant import API_VERSION, KIND, TARGET_GONE_MESSAGE, ConditionType, Reason
+from tidemill.api.variant import API_VERSION, KIND, ConditionType, Reason, target_gone_message, target_word
 from tidemill.autoscaler.decisions import Decision, DecisionStore, Verdict
 from tidemill.autoscaler.views import InvalidVariant, ValidVariant, VariantView, usable
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS, World, scaler_ref
@@ -91,17 +91,17 @@ class Reconciler:
             return self._with(status, ConditionType.TARGET_RESOLVED, found, variant)
         if self._world.target_of(variant) is None:
             self._forget(variant.key)
-            gone = Verdict(False, Reason.DEPLOYMENT_NOT_FOUND, TARGET_GONE_MESSAGE)
+            gone = Verdict(False, Reason.DEPLOYMENT_NOT_FOUND, target_gone_message(target.kind))
             status = self._status_without_target(current, gone)
             hint = ""
-            if target.kind != "Deployment":
-                hint = f": kind {target.kind} is not served by this version, only Deployment is"
+            if target.kind == "LeaderWorkerSet" and self._world.leader_worker_sets.absent:
+                hint = ": the cluster serves no LeaderWorkerSets, or does not let this autoscaler list them"
             missing = Verdict(
                 False, Reason.TARGET_NOT_FOUND, f"Scale target {target.kind} {target.name} not found{hint}"
             )
             return self._with(status, ConditionType.TARGET_RESOLVED, missing, variant)
         found = Verdict(True, Reason.TARGET_FOUND, f"Scale target {target.kind} {target.name} found")
-        ready = Verdict(True, Reason.TARGET_READY, "Target deployment exists")
+        ready = Verdict(True, Reason.TARGET_READY, f"Target {target_word(target.kind)} exists")
         status = self._with(current, ConditionType.TARGET_RESOLVED, found, variant)
         status = self._with(status, ConditionType.READY, ready, variant)
         decision = self._decisions.get(variant.key, variant.uid)

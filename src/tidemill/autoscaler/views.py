@@ -18,9 +18,10 @@ from tidemill.api.names import (
     SLEEPING_LABEL,
     SNAPSHOT_ANNOTATION,
     VARIANT_LABEL,
+    WORKER_INDEX_LABEL,
 )
 from tidemill.api.problem import InvalidObjectError, Problem
-from tidemill.api.variant import TargetRef, VariantAutoscaling
+from tidemill.api.variant import TargetKind, TargetRef, VariantAutoscaling
 from tidemill.capacity.engine_flags import EngineFlags, engine_flags
 from tidemill.capacity.types import Role
 from tidemill.kube.clock import parse_time
@@ -56,6 +57,7 @@ class PodView:
     dual: str  # the pod that runs this one's engine, or asks for the one here, by name; "" without
     sleeping: bool  # it runs an engine that sleeps
     restored: bool  # from a snapshot
+    worker: bool  # of a group that another pod leads: it serves nothing by itself
 
     @property
     def address(self) -> str:
@@ -64,14 +66,20 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSetView:
+class PodSetView:
+    """What stands between a target and its pods: a ReplicaSet or a StatefulSet."""
+
     key: ObjectKey
     uid: str
     owner: Owner | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentView:
+class TargetView:
+    """A scale target. One replica of a LeaderWorkerSet is a group of pods: its accelerators are those of all of
+    them; what it runs, and who it is to others, is its leader's."""
+
+    kind: TargetKind
     key: ObjectKey
     uid: str
     replicas: int  # spec.replicas; absent means 1
@@ -86,6 +94,10 @@ class DeploymentView:
     restored: bool  # its pods are, from a snapshot
     created: dt.datetime | None
     deleting: bool
+
+    @property
+    def ref(self) -> TargetRef:
+        return TargetRef(namespace=self.key.namespace, kind=self.kind, name=self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,31 +288,56 @@ def pod_view(obj: Json) -> PodView:
         dual=labels.get(DUAL_LABEL, ""),
         sleeping=labels.get(SLEEPING_LABEL) == "true",
         restored=SNAPSHOT_ANNOTATION in (metadata.get("annotations") or {}),
+        worker=labels.get(WORKER_INDEX_LABEL, "0") != "0",
     )
 
 
-def replica_set_view(obj: Json) -> ReplicaSetView:
-    return ReplicaSetView(ObjectKey.of(obj), obj["metadata"].get("uid", ""), _owner(obj["metadata"]))
+def pod_set_view(obj: Json) -> PodSetView:
+    return PodSetView(ObjectKey.of(obj), obj["metadata"].get("uid", ""), _owner(obj["metadata"]))
 
 
-def deployment_view(obj: Json) -> DeploymentView:
-    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+def deployment_view(obj: Json) -> TargetView:
+    spec, status = obj.get("spec") or {}, obj.get("status") or {}
     progress = find_condition(status.get("conditions") or (), "Progressing") or {}
-    replicas = spec.get("replicas")
-    template = (spec.get("template") or {}).get("spec") or {}
-    pod_metadata = (spec.get("template") or {}).get("metadata") or {}
+    template: Json = spec.get("template") or {}
+    return _target(
+        "Deployment",
+        obj,
+        template,
+        gpus=gpus_of(template.get("spec") or {}),
+        stalled=progress.get("status") == "False" and progress.get("reason") == "ProgressDeadlineExceeded",
+    )
+
+
+def leader_worker_set_view(obj: Json) -> TargetView:
+    """A group is a leader and size - 1 workers; without a template of its own the leader is as they are."""
+    group: Json = (obj.get("spec") or {}).get("leaderWorkerTemplate") or {}
+    worker: Json = group.get("workerTemplate") or {}
+    leader: Json = group.get("leaderTemplate") or worker
+    size = group.get("size") or 1
+    gpus = (gpus_of(leader.get("spec") or {}) or 0) + (size - 1) * (gpus_of(worker.get("spec") or {}) or 0)
+    # It knows no deadline of its progress, so none of its pods is ever given up.
+    return _target("LeaderWorkerSet", obj, leader, gpus=gpus or None, stalled=False)
+
+
+def _target(kind: TargetKind, obj: Json, template: Json, *, gpus: int | None, stalled: bool) -> TargetView:
+    """`template` is that of the pods that serve."""
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    replicas = (obj.get("spec") or {}).get("replicas")
+    pod_spec, pod_metadata = template.get("spec") or {}, template.get("metadata") or {}
     labels = pod_metadata.get("labels") or {}
-    return DeploymentView(
+    return TargetView(
+        kind=kind,
         key=ObjectKey.of(obj),
         uid=metadata.get("uid", ""),
         replicas=1 if replicas is None else replicas,
         ready=status.get("readyReplicas") or 0,
-        stalled=progress.get("status") == "False" and progress.get("reason") == "ProgressDeadlineExceeded",
-        accelerator=accelerator_of(template),
+        stalled=stalled,
+        accelerator=accelerator_of(pod_spec),
         role=_role(labels),
-        gpus=gpus_of(template),
-        flags=engine_flags(template),
-        node_selector=template.get("nodeSelector") or {},
+        gpus=gpus,
+        flags=engine_flags(pod_spec),
+        node_selector=pod_spec.get("nodeSelector") or {},
         pod_labels=labels,
         restored=SNAPSHOT_ANNOTATION in (pod_metadata.get("annotations") or {}),
         created=parse_time(metadata["creationTimestamp"]) if metadata.get("creationTimestamp") else None,

@@ -54,7 +54,7 @@ class Waker:
 
     def sleeping(self) -> dict[picker_queues.Group, list[Member]]:
         """Models of which a role has no replica, that may be woken."""
-        if all(target.replicas for target in self._world.deployments.store):
+        if all(target.replicas for target in self._world.targets()):
             return {}
         groups = members(self._world, Ownership(self._world), {}, NOTHING_ATTRIBUTED)
         tracked = self._world.tracked_namespaces()
@@ -91,7 +91,7 @@ class Waker:
         self._not_before[target.uid] = clock + RETRY
         replicas = max(1, member.variant.spec.spec.min_replicas or 0)
         try:
-            await self._scale.apply(target.key, 0, replicas)
+            await self._scale.apply(target.ref, 0, replicas)
         except ActuationError as error:
             log.warning("a model could not be woken", variant=str(member.variant.key), error=str(error))
             return

@@ -8,9 +8,8 @@ from typing import Literal
 
 import structlog
 
-from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.configuration import Configuration
-from tidemill.autoscaler.views import ConfigMapView, DeploymentView, ScalerView, ServiceMonitorView, VariantView
+from tidemill.autoscaler.views import ConfigMapView, ScalerView, ServiceMonitorView, TargetView, VariantView
 from tidemill.autoscaler.world import World
 from tidemill.kube.informer import Added, Deleted, InformerEvent, Modified
 from tidemill.kube.resources import SERVICE_MONITORS, ObjectKey, ObjectRef
@@ -38,7 +37,8 @@ class Watches:
         self._target_appeared = target_appeared
         self._emit = emit
         world.variants.add_handler(self.on_variant)
-        world.deployments.add_handler(self.on_deployment)
+        world.deployments.add_handler(self.on_target)
+        world.leader_worker_sets.add_handler(self.on_target)
         for informer in (world.hpas, world.scaled_objects):
             informer.add_handler(self.on_scaler)
         for informer in world.config_maps:
@@ -50,20 +50,20 @@ class Watches:
         if isinstance(event, Added) and self._world.is_ours(event.new):
             self._reconcile(event.key)
 
-    def on_deployment(self, event: InformerEvent[DeploymentView]) -> None:
-        """Create and Delete act on the variants that reference the Deployment: a target that appears is
-        served at once, one that goes is not trusted a moment longer."""
+    def on_target(self, event: InformerEvent[TargetView]) -> None:
+        """Create and Delete act on the variants that reference the Deployment or LeaderWorkerSet: a target that
+        appears is served at once, one that goes is not trusted a moment longer."""
         if isinstance(event, Modified):
             return
-        target = TargetRef(namespace=event.key.namespace, kind="Deployment", name=event.key.name)
+        target = (event.new if isinstance(event, Added) else event.old).ref
         decider = self._world.decider(target)
         variants = self._world.variants_of(target) or ([] if decider is None else [decider])
         if not variants:
             return
-        happened = "Deployment created" if isinstance(event, Added) else "Deployment deleted"
+        happened = f"{target.kind} {'created' if isinstance(event, Added) else 'deleted'}"
         if isinstance(event, Added) and variants[0].scaler is not None:
             self._target_appeared()
-        log.info(happened, deployment=str(event.key), variants=[v.key.name for v in variants])
+        log.info(happened, target=str(event.key), variants=[v.key.name for v in variants])
         for variant in variants:
             self._reconcile(variant.key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from tidemill.api.managed_scaler import ScalerKind
 from tidemill.api.names import (
     CONTROLLER_INSTANCE_LABEL,
     GROUP,
+    LEADER_WORKER_SET_LABEL,
     SERVICE_MONITOR,
     VERSION,
     WELL_KNOWN_CONFIG_MAPS,
@@ -21,23 +22,24 @@ from tidemill.api.problem import InvalidObjectError
 from tidemill.api.variant import KIND, TargetRef
 from tidemill.autoscaler.views import (
     ConfigMapView,
-    DeploymentView,
     NamespaceView,
     NodeView,
+    PodSetView,
     PodView,
-    ReplicaSetView,
     ResourceClaimView,
     ScalerView,
     ServiceMonitorView,
+    TargetView,
     ValidVariant,
     VariantDecoder,
     VariantView,
     config_map_view,
     deployment_view,
+    leader_worker_set_view,
     namespace_view,
     node_view,
+    pod_set_view,
     pod_view,
-    replica_set_view,
     resource_claim_view,
     scaler_view,
     service_monitor_view,
@@ -49,11 +51,13 @@ from tidemill.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     HORIZONTAL_POD_AUTOSCALERS,
+    LEADER_WORKER_SETS,
     NAMESPACES,
     NODES,
     PODS,
     REPLICA_SETS,
     SERVICE_MONITORS,
+    STATEFUL_SETS,
     Json,
     ObjectKey,
     ObjectRef,
@@ -104,14 +108,22 @@ class World:
             indexers={"target": _by_target},
         )
         self.variants.add_handler(self._forget)
-        self.deployments: Informer[DeploymentView] = watched(
+        self.deployments: Informer[TargetView] = watched(
             DEPLOYMENTS, decode=deployment_view, namespace=watch_namespace
         )
-        self.replica_sets: Informer[ReplicaSetView] = watched(
-            REPLICA_SETS,
-            decode=replica_set_view,
+        self.leader_worker_sets: Informer[TargetView] = watched(
+            LEADER_WORKER_SETS, decode=leader_worker_set_view, optional=True, namespace=watch_namespace
+        )
+        self.replica_sets: Informer[PodSetView] = watched(
+            REPLICA_SETS, decode=pod_set_view, namespace=watch_namespace, indexers={"uid": _by_uid}
+        )
+        self.stateful_sets: Informer[PodSetView] = watched(
+            STATEFUL_SETS,
+            decode=pod_set_view,
+            optional=True,
             namespace=watch_namespace,
-            indexers={"uid": lambda replica_set: [replica_set.uid]},
+            label_selector=LEADER_WORKER_SET_LABEL,
+            indexers={"uid": _by_uid},
         )
         self.pods: Informer[PodView] = watched(
             PODS,
@@ -176,7 +188,9 @@ class World:
         return [
             self.variants,
             self.deployments,
+            self.leader_worker_sets,
             self.replica_sets,
+            self.stateful_sets,
             self.pods,
             self.hpas,
             self.scaled_objects,
@@ -299,13 +313,20 @@ class World:
         """Every ResourceClaim once, whatever versions of its kind the cluster has."""
         return {claim.key: claim for informer in self.claims for claim in informer.store}
 
-    def target_of(self, variant: ValidVariant) -> DeploymentView | None:
+    def target(self, ref: TargetRef) -> TargetView | None:
+        """A scale target, on its way out or not."""
+        informer = self.deployments if ref.kind == "Deployment" else self.leader_worker_sets
+        return informer.store.get(ObjectKey(ref.namespace, ref.name))
+
+    def target_of(self, variant: ValidVariant) -> TargetView | None:
         """The scale target, if it exists and is not on its way out."""
-        target = variant.spec.target
-        if target.kind != "Deployment":
-            return None
-        found = self.deployments.store.get(ObjectKey(target.namespace, target.name))
+        found = self.target(variant.spec.target)
         return None if found is None or found.deleting else found
+
+    def targets(self) -> Iterator[TargetView]:
+        """Everything that may be one, whoever scales it."""
+        yield from self.deployments.store
+        yield from self.leader_worker_sets.store
 
 
 def _pool(obj: Json) -> InferencePool | None:
@@ -320,6 +341,10 @@ def scaler_ref(kind: ScalerKind, key: ObjectKey, uid: str) -> ObjectRef:
     """A scaler, for events about it."""
     resource = SCALERS[kind]
     return ObjectRef(resource.api_version, resource.kind, key.namespace, key.name, uid)
+
+
+def _by_uid(found: PodSetView) -> Iterable[Hashable]:
+    return [found.uid]
 
 
 def _by_target(view: VariantView) -> Iterable[Hashable]:

@@ -73,7 +73,10 @@ def _local_extra() -> Generator[None]:
 @app.command()
 def crd(
     kinds: Annotated[
-        str, typer.Argument(help="variant: VariantAutoscaling; inference: what the picker reads.")
+        str,
+        typer.Argument(
+            help="variant: VariantAutoscaling; inference: what the picker reads; leaderworkerset: for local ones."
+        ),
     ] = "variant",
 ) -> None:
     """Print CustomResourceDefinitions, for kubectl apply -f -."""
@@ -82,9 +85,18 @@ def crd(
     from tidemill.api.crd import variant_autoscaling_crd
     from tidemill.api.inference_crd import inference_crds
 
-    if kinds not in ("variant", "inference"):
-        raise typer.BadParameter(f"{kinds!r} is not one of variant, inference", param_hint="KINDS")
-    documents = [variant_autoscaling_crd()] if kinds == "variant" else inference_crds()
+    if kinds == "variant":
+        documents = [variant_autoscaling_crd()]
+    elif kinds == "inference":
+        documents = inference_crds()
+    elif kinds == "leaderworkerset":
+        from tidemill.local.controllers.leaderworkerset import leader_worker_set_crd
+
+        documents = [leader_worker_set_crd()]
+    else:
+        raise typer.BadParameter(
+            f"{kinds!r} is not one of variant, inference, leaderworkerset", param_hint="KINDS"
+        )
     typer.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)
 
 

@@ -18,6 +18,7 @@ from tidemill.local.apiserver.server import ApiServer
 from tidemill.local.apiserver.tls import issue
 from tidemill.local.controllers.deployment import DeploymentController
 from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
+from tidemill.local.controllers.leaderworkerset import LeaderWorkerSetController
 from tidemill.local.controllers.replicaset import ReplicaSetController
 from tidemill.local.runner.runner import Runner
 
@@ -81,6 +82,7 @@ class LocalCluster:
             self._tasks = [
                 asyncio.create_task(DeploymentController(self._client, now=self._now).run()),
                 asyncio.create_task(ReplicaSetController(self._client).run()),
+                asyncio.create_task(LeaderWorkerSetController(self._client).run()),
                 asyncio.create_task(
                     HorizontalPodAutoscalerController(self._client, now=self._now, period=self._hpa_seconds).run()
                 ),

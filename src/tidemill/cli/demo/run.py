@@ -19,7 +19,7 @@ from rich.table import Table
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.inference_crd import inference_crds
 from tidemill.api.names import DEFAULT_NAMESPACE
-from tidemill.autoscaler.views import DeploymentView, PodView, deployment_view, pod_view
+from tidemill.autoscaler.views import PodView, TargetView, deployment_view, pod_view
 from tidemill.cli.autoscaler import configure_logging, seconds
 from tidemill.cli.cluster import interrupted
 from tidemill.cli.demo import manifests
@@ -132,7 +132,7 @@ async def _play(cluster: LocalCluster, length: float, screen: Screen) -> Record:
     await _create(client, manifests.picker())
     await _create(client, manifests.controller())
     pods: Informer[PodView] = Informer(client, PODS, decode=pod_view)
-    deployments: Informer[DeploymentView] = Informer(client, DEPLOYMENTS, decode=deployment_view)
+    deployments: Informer[TargetView] = Informer(client, DEPLOYMENTS, decode=deployment_view)
     tasks = [asyncio.create_task(pods.run()), asyncio.create_task(deployments.run())]
     try:
         screen.say("waiting for the controller, the picker and one replica of each variant")
@@ -153,7 +153,7 @@ async def _send_load(
     length: float,
     screen: Screen,
     pods: Informer[PodView],
-    deployments: Informer[DeploymentView],
+    deployments: Informer[TargetView],
     url: str,
 ) -> Record:
     """The load, and what is seen while it lasts and the fleet settles."""
@@ -191,7 +191,7 @@ async def _create(client: KubeClient, objects: Iterable[manifests.Manifest]) -> 
         await client.create(resource, body, namespace)
 
 
-async def _until_ready(deployments: Informer[DeploymentView]) -> None:
+async def _until_ready(deployments: Informer[TargetView]) -> None:
     """Wait for every Deployment, told by the informer. Raises typer.Exit when that takes too long."""
     changed = asyncio.Event()
     deployments.add_handler(lambda event: changed.set())
@@ -206,11 +206,11 @@ async def _until_ready(deployments: Informer[DeploymentView]) -> None:
         raise typer.Exit(1) from None
 
 
-def _settled(deployments: Informer[DeploymentView], names: list[str]) -> bool:
+def _settled(deployments: Informer[TargetView], names: list[str]) -> bool:
     return all(_row(deployments, name, 0.0)["desired"] == 1 for name in names)
 
 
-def _row(deployments: Informer[DeploymentView], name: str, elapsed: float) -> dict[str, Any]:
+def _row(deployments: Informer[TargetView], name: str, elapsed: float) -> dict[str, Any]:
     found = deployments.store.get(ObjectKey(manifests.NAMESPACE, name))
     ready, desired = (0, 0) if found is None else (found.ready, found.replicas)
     return {"time": elapsed, "variant": name, "ready": ready, "desired": desired}

@@ -86,11 +86,12 @@ def _unelected(fleet: Fleet) -> str:
 
 
 def needed_rights(namespace: str, watched: str = "") -> list[Right]:
-    """What the autoscaler does with the API server; manifests/rbac.yaml grants just this. `watched` is the only
-    namespace that it looks after, "" for all."""
+    """What the autoscaler does with the API server; manifests/autoscaler/rbac.yaml grants just this. `watched` is
+    the only namespace that it looks after, "" for all."""
     read = {
         "": ("pods", "nodes", "namespaces", "configmaps"),
-        "apps": ("deployments", "replicasets"),
+        "apps": ("deployments", "replicasets", "statefulsets"),
+        "leaderworkerset.x-k8s.io": ("leaderworkersets",),
         "llmd.ai": ("variantautoscalings",),
         "autoscaling": ("horizontalpodautoscalers",),
         "keda.sh": ("scaledobjects",),
@@ -110,6 +111,7 @@ def needed_rights(namespace: str, watched: str = "") -> list[Right]:
         Right("create", "", "events", watched),
         Right("patch", "", "events", watched),
         Right("patch", "apps", "deployments/scale", watched),
+        Right("patch", "leaderworkerset.x-k8s.io", "leaderworkersets/scale", watched),
         Right("create", "authentication.k8s.io", "tokenreviews"),
         Right("create", "authorization.k8s.io", "subjectaccessreviews"),
         *(Right(verb, "coordination.k8s.io", "leases", namespace) for verb in ("get", "create", "update")),
@@ -174,15 +176,17 @@ def _targets(fleet: Fleet) -> Iterator[Wrong]:
     """A target name that does not match is the first thing to look at (the seed's Troubleshooting)."""
     for variant in fleet.valid:
         target = variant.spec.target
-        if target.kind != "Deployment" or ObjectKey(target.namespace, target.name) in fleet.deployments:
+        if target in fleet.targets:
             continue
-        there = sorted(key.name for key in fleet.deployments if key.namespace == target.namespace)
+        there = sorted(
+            ref.name for ref in fleet.targets if (ref.namespace, ref.kind) == (target.namespace, target.kind)
+        )
         close = get_close_matches(target.name, there, n=1)
         patch = f'{{"spec":{{"scaleTargetRef":{{"name":"{close[0] if close else "NAME"}"}}}}}}'
         yield Wrong(
             _va(variant.key),
-            f"spec.scaleTargetRef.name {target.name!r}: no such Deployment in namespace {target.namespace}; there "
-            f"are {', '.join(there) or 'none'}",
+            f"spec.scaleTargetRef.name {target.name!r}: no such {target.kind} in namespace {target.namespace}; "
+            f"there are {', '.join(there) or 'none'}",
             f"kubectl patch va {variant.key.name} -n {variant.key.namespace} --type=merge -p '{patch}'",
         )
 
@@ -385,7 +389,8 @@ def _target_type(fleet: Fleet) -> Iterator[Wrong]:
 def _single_steps(fleet: Fleet) -> Iterator[Wrong]:
     for hpa in fleet.hpas:
         key, spec = ObjectKey.of(hpa), hpa["spec"]
-        target = fleet.deployments.get(ObjectKey(key.namespace, spec["scaleTargetRef"]["name"]))
+        scaled = spec["scaleTargetRef"]
+        target = fleet.targets.get(TargetRef(namespace=key.namespace, kind=scaled["kind"], name=scaled["name"]))
         counts = any(e["metric"]["name"] in COUNTS for e in _external_metrics(hpa))
         if target is None or not counts or target.replicas < STEPS_LOST_FROM:
             continue

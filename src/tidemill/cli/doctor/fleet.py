@@ -10,13 +10,15 @@ from typing import Any
 
 from tidemill.api.manager_config import PrometheusConfig
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, VARIANT_LABEL
+from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.views import (
-    DeploymentView,
     InvalidVariant,
     ScalerView,
+    TargetView,
     ValidVariant,
     VariantDecoder,
     deployment_view,
+    leader_worker_set_view,
     scaler_view,
 )
 from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
@@ -27,11 +29,11 @@ from tidemill.kube.errors import NotFoundError
 from tidemill.kube.resources import (
     DEPLOYMENTS,
     HORIZONTAL_POD_AUTOSCALERS,
+    LEADER_WORKER_SETS,
     LEASES,
     PODS,
     SERVICE_MONITORS,
     Json,
-    ObjectKey,
     Resource,
 )
 from tidemill.kube.selectors import matches
@@ -78,7 +80,7 @@ class Fleet:
 
     namespace: str
     variants: tuple[ValidVariant | InvalidVariant, ...] | None
-    deployments: dict[ObjectKey, DeploymentView]
+    targets: dict[TargetRef, TargetView]
     scalers: tuple[ScalerView, ...]
     hpas: tuple[Json, ...]
     controllers: tuple[Json, ...]  # pods of the autoscaler
@@ -134,7 +136,11 @@ async def read(
     return Fleet(
         namespace=namespace,
         variants=None if variants is None else tuple(decode(obj) for obj in variants),
-        deployments={view.key: view for view in map(deployment_view, await _all(client, DEPLOYMENTS) or ())},
+        targets={
+            view.ref: view
+            for decode, resource in ((deployment_view, DEPLOYMENTS), (leader_worker_set_view, LEADER_WORKER_SETS))
+            for view in map(decode, await _all(client, resource) or ())
+        },
         scalers=(
             *(scaler_view("HorizontalPodAutoscaler", obj) for obj in hpas),
             *(scaler_view("ScaledObject", obj) for obj in scaled),

@@ -91,6 +91,9 @@ BUILT_IN: tuple[Kind, ...] = (
           scale=ScalePaths()),
     _kind("apps", "v1", "replicasets", "ReplicaSet", short="rs", categories="all", status=True,
           scale=ScalePaths()),
+    # Nobody acts on one by itself: the groups of LeaderWorkerSets are owned through them.
+    _kind("apps", "v1", "statefulsets", "StatefulSet", short="sts", categories="all", status=True,
+          scale=ScalePaths()),
     _kind("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", short="hpa",
           categories="all", status=True),
     _kind("coordination.k8s.io", "v1", "leases", "Lease"),

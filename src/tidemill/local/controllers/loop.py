@@ -1,4 +1,4 @@
-"""What both controllers share: keys from events, one worker, live reads."""
+"""What all controllers share: keys from events, one worker, live reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = structlog.get_logger(__name__)
 
 
 class ControllerLoop:
-    """Reconciles objects of `resource` whenever they, or objects of `owned` that they control, change.
+    """Reconciles objects of `resource` whenever they, or objects of `owned` that they control, change. `name_of`
+    gives whose an object of `owned` is, where no owner reference says so; `optional` kinds may come later.
 
     Reconcilers read the API server, not the informers: a cluster on one machine can afford it, and what
     was just created is always seen.
@@ -30,20 +31,27 @@ class ControllerLoop:
         resource: Resource,
         owned: Resource,
         reconcile: Callable[[ObjectKey], Awaitable[float | None]],
+        *,
+        name_of: Callable[[Json], str | None] | None = None,
+        optional: bool = False,
     ) -> None:
         self._resource = resource
         self._reconcile = reconcile
         self._queue: WorkQueue[ObjectKey] = WorkQueue(first_delay=0.02, max_delay=5.0)
-        self._primary = Informer(client, resource, decode=identity)
+        self._name_of = name_of or self._controlled
+        self._primary = Informer(client, resource, decode=identity, optional=optional, absent_retry=1.0)
         self._secondary = Informer(client, owned, decode=identity)
         self._primary.add_handler(lambda event: self._queue.add(event.key))
         self._secondary.add_handler(self._on_owned)
 
     def _on_owned(self, event: InformerEvent[Json]) -> None:
         obj = event.new if isinstance(event, Added | Modified) else event.old
+        if (name := self._name_of(obj)) is not None:
+            self._queue.add(ObjectKey(event.key.namespace, name))
+
+    def _controlled(self, obj: Json) -> str | None:
         owner = controller_of(obj)
-        if owner is not None and owner["kind"] == self._resource.kind:
-            self._queue.add(ObjectKey(event.key.namespace, owner["name"]))
+        return owner["name"] if owner is not None and owner["kind"] == self._resource.kind else None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
