@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiled demo test test-compiled soak step lint bench clean
+.PHONY: help setup compiled demo test test-compiled apiserver test-real soak step lint bench clean
 
 help:  ## Print what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,19 @@ test-compiled: compiled  ## The picker's tests with the request path compiled
 	$(COMPILED)/bin/python -c "import tidemill.picker.director as d; assert d.__file__.endswith('.so'), d.__file__"
 	$(COMPILED)/bin/python -m pytest $(PARALLEL) tests/unit/picker $(addprefix tests/integration/test_,broken_wire.py \
 	  connections.py gateway.py lean_transport.py picker_process.py pools.py telemetry.py transports.py)
+
+KUBERNETES := 1.36.3
+CONTROL_PLANE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidemill/kubernetes-$(KUBERNETES)
+$(CONTROL_PLANE)/kube-controller-manager: tests/real/control_plane/go.mod
+	mkdir -p $(CONTROL_PLANE)
+	cd tests/real/control_plane && CGO_ENABLED=0 go build -trimpath -o $(CONTROL_PLANE)/ \
+	  -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$(KUBERNETES)" \
+	  k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-controller-manager
+
+apiserver: $(CONTROL_PLANE)/kube-controller-manager  ## Build a real control plane into a cache (needs Go)
+
+test-real: setup apiserver  ## The contract and the autoscaler on a real control plane (needs etcd)
+	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract tests/real
 
 soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
 	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 import pytest
 from tests.conftest import CRDS, eventually, free_port, program
-from tests.integration.fleet import NAMESPACE, Fleet, plain_crd
+from tests.integration.fleet import MODEL, NAMESPACE, Fleet, plain_crd
 from tests.integration.prometheus import prometheus, serving, static
 from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
 
@@ -115,7 +115,7 @@ async def test_nothing_is_wrong(well: Fleet) -> None:
     checks = await examined(well)
     assert [check for check in checks if check.wrong] == []
     assert all(check.looked_at for check in checks)
-    assert {check.name for check in checks if check.skipped} == {"prometheus"}
+    assert {check.name for check in checks if check.skipped} == {"prometheus", "shadow pods"}
     assert len({check.name for check in checks}) == len(checks) == 15
 
 
@@ -363,7 +363,7 @@ class TestMonitors:
 class TestPrometheus:
     """A real one, that scrapes a model server and the autoscaler's series in each of several ways."""
 
-    ENGINE = 'vllm:num_requests_waiting{model_name="m"} 0\n'
+    ENGINE = f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 0\n'
     DECISION = 'wva_desired_replicas{variant_name="va",namespace="serving",accelerator_type="A100"} 2\n'
 
     async def look(
@@ -406,6 +406,34 @@ class TestPrometheus:
         assert found is not None
         assert words in found[0]
         assert mend in found[1]
+
+    @pytest.mark.parametrize(
+        ("labels", "owner", "mend"),
+        [
+            (
+                {},
+                "other",
+                'kubectl patch deployment other -n serving --type=merge -p \'{"spec":{"template":{"metadata":',
+            ),
+            ({}, None, 'kubectl patch pod shadow -n serving --type=merge -p \'{"metadata":'),
+            ({"llm-d.ai/variant": "va"}, "other", ""),
+            ({}, "dep", ""),
+        ],
+        ids=["of another Deployment", "of nobody", "labelled", "of the target"],
+    )
+    async def test_a_pod_that_serves_and_counts_for_nobody(
+        self, well: Fleet, tmp_path: Path, labels: dict[str, str], owner: str | None, mend: str
+    ) -> None:
+        await well.deployment("other", 0)
+        await well.pod("shadow", owner, labels=labels)
+        found = await self.look(well, tmp_path, engine={"namespace": "serving", "pod": "shadow"})
+        if not mend:
+            assert found is None
+            return
+        assert found is not None
+        assert "counts for nobody" in found[0]
+        assert found[1].startswith(mend)
+        assert '{"llm-d.ai/variant":"va"}' in found[1]
 
     @pytest.mark.parametrize(
         ("label", "honor_labels", "right"),

@@ -70,6 +70,10 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
             "prometheus", fleet.seen.url if fleet.seen else "series", _series(fleet),
             "" if fleet.seen else "give --prometheus URL to have it asked",
         ),
+        _check(
+            "shadow pods", "pods of those series, their labels and owners", _shadow_pods(fleet),
+            "" if fleet.seen else "give --prometheus URL to have it asked who serves",
+        ),
         _check("limits", "minimum and maximum of scalers and decisions", _limits(fleet), hpas),
         _check("target type", "metric targets of the HPAs", _target_type(fleet), hpas),
         _check("single steps", "behavior of the HPAs", _single_steps(fleet), hpas),
@@ -350,6 +354,32 @@ def _series(fleet: Fleet) -> Iterator[Wrong]:
                     f"it selects {wrong}={chosen[wrong]}, and Prometheus has the namespace of variants as {right}",
                     f"{_edit('hpa', ObjectKey.of(hpa))}: {right} in place of {wrong}",
                 )
+
+
+def _shadow_pods(fleet: Fleet) -> Iterator[Wrong]:
+    """Pods that serve the model of a variant in its namespace, and that no label and no owner ties to one."""
+    targets = {f"{v.spec.target.kind.lower()}/{v.spec.target.name}" for v in fleet.valid}
+    for shadow in fleet.shadows:
+        mine = [
+            v.key.name
+            for v in fleet.valid
+            if (v.key.namespace, v.spec.spec.model_id) == (shadow.pod.namespace, shadow.model)
+        ]
+        if not mine or shadow.owner in targets:
+            continue
+        label = f'{{"{VARIANT_LABEL}":"{mine[0] if len(mine) == 1 else "NAME"}"}}'
+        inside = f'{{"metadata":{{"labels":{label}}}}}'
+        template = f'{{"spec":{{"template":{inside}}}}}'
+        if shadow.owner.startswith("leaderworkerset/"):
+            template = f'{{"spec":{{"leaderWorkerTemplate":{{"workerTemplate":{inside}}}}}}}'
+        what = f"{shadow.owner.replace('/', ' ')} -n" if shadow.owner else f"pod {shadow.pod.name} -n"
+        patch = template if shadow.owner else inside
+        yield Wrong(
+            f"pod {shadow.pod}",
+            f"it serves {shadow.model} and counts for nobody: its owners end at {shadow.owner or 'itself'}, which "
+            f"is no target, and it has no label {VARIANT_LABEL} (variants of the model: {', '.join(mine)})",
+            f"kubectl patch {what} {shadow.pod.namespace} --type=merge -p '{patch}'",
+        )
 
 
 def _limits(fleet: Fleet) -> Iterator[Wrong]:

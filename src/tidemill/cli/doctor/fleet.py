@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,8 +32,11 @@ from tidemill.kube.resources import (
     LEADER_WORKER_SETS,
     LEASES,
     PODS,
+    REPLICA_SETS,
     SERVICE_MONITORS,
+    STATEFUL_SETS,
     Json,
+    ObjectKey,
     Resource,
 )
 from tidemill.kube.selectors import matches
@@ -71,12 +74,22 @@ class Seen:
     decisions: tuple[Mapping[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """A pod that serves a model and has no label of a variant. Its owners end at `owner`, as kubectl takes it
+    (deployment/vllm); "" where it has none."""
+
+    pod: ObjectKey
+    model: str
+    owner: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """Objects as they are. `scalers` are HPAs and ScaledObjects, `hpas` the former as the API server gives them;
     None is a kind that the cluster does not serve. `monitored` are the labelled pods that each ServiceMonitor and
-    PodMonitor has scraped; `missing_rights` are those of the account that runs the autoscaler; `seen` is None when
-    nobody said where Prometheus is."""
+    PodMonitor has scraped; `shadows` are pods with series and without a variant's label; `missing_rights` are those
+    of the account that runs the autoscaler; `seen` is None when nobody said where Prometheus is."""
 
     namespace: str
     variants: tuple[ValidVariant | InvalidVariant, ...] | None
@@ -88,6 +101,7 @@ class Fleet:
     external_metrics: Json | None  # the APIService
     service_monitors: tuple[Json, ...] | None
     monitored: tuple[tuple[Json, tuple[str, ...]], ...]
+    shadows: tuple[Shadow, ...]
     missing_rights: tuple[Right, ...]
     seen: Seen | None
 
@@ -133,14 +147,16 @@ async def read(
     service_monitors = await _all(client, SERVICE_MONITORS)
     monitors = [*(service_monitors or ()), *(await _all(client, POD_MONITORS) or ())]
     decode = VariantDecoder()
+    seen = await _seen(prometheus) if prometheus else None
+    targets = {
+        view.ref: view
+        for view_of, resource in ((deployment_view, DEPLOYMENTS), (leader_worker_set_view, LEADER_WORKER_SETS))
+        for view in map(view_of, await _all(client, resource) or ())
+    }
     return Fleet(
         namespace=namespace,
         variants=None if variants is None else tuple(decode(obj) for obj in variants),
-        targets={
-            view.ref: view
-            for decode, resource in ((deployment_view, DEPLOYMENTS), (leader_worker_set_view, LEADER_WORKER_SETS))
-            for view in map(decode, await _all(client, resource) or ())
-        },
+        targets=targets,
         scalers=(
             *(scaler_view("HorizontalPodAutoscaler", obj) for obj in hpas),
             *(scaler_view("ScaledObject", obj) for obj in scaled),
@@ -151,9 +167,42 @@ async def read(
         external_metrics=await _one(client, API_SERVICES, EXTERNAL_METRICS, None),
         service_monitors=None if service_monitors is None else tuple(service_monitors),
         monitored=await _monitored(client, monitors) if monitors else (),
+        shadows=tuple([shadow async for shadow in _shadows(client, seen)]) if seen is not None else (),
         missing_rights=tuple(right for right, ok in zip(wanted, allowed, strict=True) if not ok),
-        seen=await _seen(prometheus) if prometheus else None,
+        seen=seen,
     )
+
+
+async def _shadows(client: KubeClient, seen: Seen) -> AsyncIterator[Shadow]:
+    """Pods that Prometheus has series of, without a label of a variant, and to whom their owners lead."""
+    models = {
+        ObjectKey(labels["namespace"], labels["pod"]): labels.get("model_name", "")
+        for labels in seen.engines
+        if labels.get("namespace") and labels.get("pod")
+    }
+    if not models:
+        return
+    pods = {ObjectKey.of(pod): pod for pod in (await client.list(PODS)).items}
+    sets = {
+        obj["metadata"]["uid"]: obj
+        for resource in (REPLICA_SETS, STATEFUL_SETS)
+        for obj in await _all(client, resource) or ()
+    }
+    for key in sorted(models.keys() & pods.keys()):
+        metadata: Json = pods[key]["metadata"]
+        if VARIANT_LABEL in (metadata.get("labels") or {}):
+            continue
+        owner = _controller(metadata)
+        while owner is not None and (found := sets.get(owner["uid"])) is not None:
+            above = _controller(found["metadata"])
+            if above is None:
+                break
+            owner = above
+        yield Shadow(key, models[key], "" if owner is None else f"{owner['kind'].lower()}/{owner['name']}")
+
+
+def _controller(metadata: Json) -> Json | None:
+    return next((owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")), None)
 
 
 async def _seen(url: str) -> Seen:
