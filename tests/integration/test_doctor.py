@@ -21,7 +21,15 @@ from tidemill.cli.doctor.checks import Check, examine, needed_rights
 from tidemill.cli.doctor.fleet import API_SERVICES, EXTERNAL_METRICS, POD_MONITORS, SERVICES, read
 from tidemill.kube.client import PatchType
 from tidemill.kube.clock import rfc3339, utc_now
-from tidemill.kube.resources import HORIZONTAL_POD_AUTOSCALERS, LEASES, PODS, SERVICE_MONITORS, Json, Resource
+from tidemill.kube.resources import (
+    DEPLOYMENTS,
+    HORIZONTAL_POD_AUTOSCALERS,
+    LEASES,
+    PODS,
+    SERVICE_MONITORS,
+    Json,
+    Resource,
+)
 from tidemill.local.cluster import LocalCluster
 from tidemill.manifests import manifests
 
@@ -116,7 +124,7 @@ async def test_nothing_is_wrong(well: Fleet) -> None:
     assert [check for check in checks if check.wrong] == []
     assert all(check.looked_at for check in checks)
     assert {check.name for check in checks if check.skipped} == {"prometheus", "shadow pods"}
-    assert len({check.name for check in checks}) == len(checks) == 15
+    assert len({check.name for check in checks}) == len(checks) == 17
 
 
 async def test_the_crd_is_missing(well: Fleet) -> None:
@@ -360,6 +368,21 @@ class TestMonitors:
 
 
 @pytest.mark.prometheus
+@pytest.mark.parametrize("by", ["kubectl apply", "argocd-controller"])
+async def test_as8_a_manifest_sets_the_replicas_too(well: Fleet, by: str) -> None:
+    applied: Json = {"spec": {"replicas": 2}}
+    if by == "kubectl apply":
+        annotations = {"kubectl.kubernetes.io/last-applied-configuration": orjson.dumps(applied).decode()}
+        await well.client.patch(DEPLOYMENTS, "dep", {"metadata": {"annotations": annotations}}, NAMESPACE)
+    else:
+        body = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "dep"}, **applied}
+        path, query = DEPLOYMENTS.path(NAMESPACE, "dep"), {"fieldManager": by, "force": "true"}
+        await well.client._json("PATCH", path, query=query, body=body, content_type=PatchType.APPLY)
+    found, mend = await only_wrong(well, "manifests")
+    assert found.startswith(f"{by} sets spec.replicas")
+    assert "deployment dep -n serving" in mend
+
+
 class TestPrometheus:
     """A real one, that scrapes a model server and the autoscaler's series in each of several ways."""
 

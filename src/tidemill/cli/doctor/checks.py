@@ -59,6 +59,7 @@ def examine(fleet: Fleet, now: dt.datetime) -> list[Check]:
         _check("targets", count, _targets(fleet), nothing),
         _check("numbers", "conditions of the VariantAutoscalings", _numbers(fleet), nothing),
         _check("one scaler", count, _one_scaler(fleet), nothing),
+        _check("manifests", "who applies replicas of the targets", _manifests(fleet), nothing),
         _check("follows", "selectors of the HPAs' metrics", _follows(fleet), hpas),
         _check("external metrics", f"APIService {EXTERNAL_METRICS}", _external(fleet), hpas),
         _check("own monitor", f"ServiceMonitor {place}/{SERVICE_MONITOR}", _own_monitor(fleet), hpas),
@@ -354,6 +355,22 @@ def _series(fleet: Fleet) -> Iterator[Wrong]:
                     f"it selects {wrong}={chosen[wrong]}, and Prometheus has the namespace of variants as {right}",
                     f"{_edit('hpa', ObjectKey.of(hpa))}: {right} in place of {wrong}",
                 )
+
+
+def _manifests(fleet: Fleet) -> Iterator[Wrong]:
+    """Manifests that set the replicas of a target: each time they are applied, the decision is undone."""
+    moved = {scaler.target for scaler in fleet.scalers} | {
+        variant.spec.target for variant in fleet.valid if fleet.writes_replicas
+    }
+    for target, who in sorted(fleet.appliers.items(), key=lambda item: str(item[0])):
+        if target in moved:
+            yield Wrong(
+                str(target),
+                f"{' and '.join(who)} sets spec.replicas, and a scaler does: each time the manifest is applied, "
+                "the decision is undone",
+                f"take replicas out of the manifest of {target.kind.lower()} {target.name} -n {target.namespace} "
+                "and apply it",
+            )
 
 
 def _shadow_pods(fleet: Fleet) -> Iterator[Wrong]:

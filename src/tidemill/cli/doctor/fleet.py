@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import orjson
+
 from tidemill.api.manager_config import PrometheusConfig
 from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, VARIANT_LABEL
 from tidemill.api.variant import TargetRef
@@ -48,6 +50,7 @@ SERVICES = Resource("", "v1", "services", "Service")
 API_SERVICES = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 TIMEOUT = 10.0  # seconds for an answer of Prometheus
 EXTERNAL_METRICS = "v1beta1.external.metrics.k8s.io"
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,12 +91,13 @@ class Shadow:
 class Fleet:
     """Objects as they are. `scalers` are HPAs and ScaledObjects, `hpas` the former as the API server gives them;
     None is a kind that the cluster does not serve. `monitored` are the labelled pods that each ServiceMonitor and
-    PodMonitor has scraped; `shadows` are pods with series and without a variant's label; `missing_rights` are those
-    of the account that runs the autoscaler; `seen` is None when nobody said where Prometheus is."""
+    PodMonitor has scraped; `shadows` are pods with series and without a variant's label; `missing_rights` are
+    those of the account that runs the autoscaler; `seen` is None when nobody said where Prometheus is."""
 
     namespace: str
     variants: tuple[ValidVariant | InvalidVariant, ...] | None
     targets: dict[TargetRef, TargetView]
+    appliers: dict[TargetRef, tuple[str, ...]]  # whose manifests set the replicas
     scalers: tuple[ScalerView, ...]
     hpas: tuple[Json, ...]
     controllers: tuple[Json, ...]  # pods of the autoscaler
@@ -148,15 +152,16 @@ async def read(
     monitors = [*(service_monitors or ()), *(await _all(client, POD_MONITORS) or ())]
     decode = VariantDecoder()
     seen = await _seen(prometheus) if prometheus else None
-    targets = {
-        view.ref: view
+    scalable = [
+        (view_of(obj), obj)
         for view_of, resource in ((deployment_view, DEPLOYMENTS), (leader_worker_set_view, LEADER_WORKER_SETS))
-        for view in map(view_of, await _all(client, resource) or ())
-    }
+        for obj in await _all(client, resource) or ()
+    ]
     return Fleet(
         namespace=namespace,
         variants=None if variants is None else tuple(decode(obj) for obj in variants),
-        targets=targets,
+        targets={view.ref: view for view, _ in scalable},
+        appliers={view.ref: found for view, obj in scalable if (found := _appliers(obj))},
         scalers=(
             *(scaler_view("HorizontalPodAutoscaler", obj) for obj in hpas),
             *(scaler_view("ScaledObject", obj) for obj in scaled),
@@ -171,6 +176,22 @@ async def read(
         missing_rights=tuple(right for right, ok in zip(wanted, allowed, strict=True) if not ok),
         seen=seen,
     )
+
+
+def _appliers(obj: Json) -> tuple[str, ...]:
+    """Who applies a manifest that sets the replicas, again and again."""
+    metadata: Json = obj["metadata"]
+    found = {
+        entry["manager"]
+        for entry in metadata.get("managedFields") or ()
+        if entry.get("operation") == "Apply"
+        and not entry.get("subresource")
+        and "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    }
+    applied = (metadata.get("annotations") or {}).get(LAST_APPLIED, "")
+    if "replicas" in ((orjson.loads(applied) if applied else {}).get("spec") or {}):
+        found.add("kubectl apply")
+    return tuple(sorted(found))
 
 
 async def _shadows(client: KubeClient, seen: Seen) -> AsyncIterator[Shadow]:
