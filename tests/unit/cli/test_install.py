@@ -182,3 +182,24 @@ def test_what_cannot_be_installed_is_said(flags: list[str], said: str) -> None:
     found = CliRunner().invoke(app, ["install", *flags])
     assert found.exit_code == 2
     assert said in " ".join(found.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("name", ["hpa", "hpa-external-metrics", "keda-scaledobject", "keda-external-scaler"])
+def test_a28_a29_examples_hand_on_the_number_as_it_is(name: str) -> None:
+    """AverageValue of 1, no step within a tolerance, and no answer is neither zero nor one."""
+    (obj,) = yaml.safe_load_all((DEPLOY / "examples" / f"{name}.yaml").read_text())
+    spec = obj["spec"]
+    if obj["kind"] == "HorizontalPodAutoscaler":
+        kubernetes_validate.validate(obj, "1.35", strict=True)
+        (metric,) = spec["metrics"]
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+        behavior = spec["behavior"]
+    else:
+        (trigger,) = spec["triggers"]
+        assert trigger["metricType"] == "AverageValue"
+        if trigger["type"] == "prometheus":
+            assert (trigger["metadata"]["threshold"], trigger["metadata"]["ignoreNullValues"]) == ("1", "false")
+            assert trigger["metadata"]["query"].startswith("max(")
+        assert spec["fallback"]["behavior"] == "currentReplicas"
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert {way: behavior[way]["tolerance"] for way in behavior} == {"scaleUp": "0", "scaleDown": "0"}
