@@ -77,8 +77,10 @@ class TestObjects:
             await api.get(CONFIG_MAPS, "nope", namespace)
         with pytest.raises(NotFoundError, match='namespaces "nowhere" not found'):
             await api.create(CONFIG_MAPS, config_map("a"), "nowhere")
-        with pytest.raises(NotFoundError, match="could not find the requested resource"):
+        with pytest.raises(NotFoundError, match="404 page not found"):
             await api.list(Resource("no.such", "v1", "things", "Thing"))
+        with pytest.raises(NotFoundError, match="could not find the requested resource"):
+            await api.list(Resource("apps", "v1", "things", "Thing"))
 
     async def test_a_stale_write_is_refused(self, api: KubeClient, namespace: str) -> None:
         first = await api.create(CONFIG_MAPS, config_map("a", {"n": "1"}), namespace)
@@ -93,7 +95,7 @@ class TestObjects:
 
     async def test_deletion_by_identity(self, api: KubeClient, namespace: str) -> None:
         await api.create(CONFIG_MAPS, config_map("a"), namespace)
-        with pytest.raises(ConflictError, match="UID in precondition"):
+        with pytest.raises(ConflictError, match=r"the UID in the precondition \(0{8}-.*\) does not match the UID"):
             await api.delete(CONFIG_MAPS, "a", namespace, uid="00000000-0000-0000-0000-000000000000")
         assert await api.delete(CONFIG_MAPS, "a", namespace)
         assert not await api.delete(CONFIG_MAPS, "a", namespace)
@@ -130,8 +132,10 @@ class TestSelection:
             await api.create(CONFIG_MAPS, config_map(name), namespace)
         page = await api.list(CONFIG_MAPS, namespace, field_selector="metadata.name=b")
         assert [i["metadata"]["name"] for i in page.items] == ["b"]
-        with pytest.raises(ApiError, match="field label not supported"):
+        with pytest.raises(ApiError, match=r'"data.x" is not a known field selector: only "metadata.name"'):
             await api.list(CONFIG_MAPS, namespace, field_selector="data.x=1")
+        with pytest.raises(ApiError, match=r"field label not supported: spec.color"):
+            await api.list(PODS, namespace, field_selector="spec.color=red")
 
     async def test_pages_show_one_moment(self, api: KubeClient, namespace: str) -> None:
         for number in range(5):
@@ -314,7 +318,11 @@ class TestWatch:
         start = (await api.list(CONFIG_MAPS, namespace)).resource_version
         await api.create(CONFIG_MAPS, config_map("other"), "default")
         try:
-            watch = self.watch(api, namespace, start, field_selector="metadata.name=nobody")
+            # Where they are a minute apart, one comes shortly before the end of a watch.
+            watch = api.watch(
+                CONFIG_MAPS, namespace, resource_version=start, timeout_seconds=5, grace=5,
+                field_selector="metadata.name=nobody",
+            )  # fmt: skip
             (bookmark,) = await collect(watch, 1, bookmarks=True)
         finally:
             await api.delete(CONFIG_MAPS, "other", "default")
@@ -537,6 +545,11 @@ class TestVariantAutoscaling:
         await eventually(made)
         yield namespace
         await api.delete(CRDS, "variantautoscalings.llmd.ai")
+
+    async def test_a_custom_resource_names_its_type(self, api: KubeClient, ready: str) -> None:
+        body = {"metadata": {"name": "untyped"}, "spec": {"modelID": "m"}}
+        with pytest.raises(ApiError, match=r"must be of type VariantAutoscaling.*'Kind' is missing"):
+            await api._json("POST", self.VAS.path(ready), body=body)
 
     async def test_w1_an_allocation_is_written_whole(self, api: KubeClient, ready: str) -> None:
         partial = {"status": {"desiredOptimizedAlloc": {"numReplicas": 2}}}

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from tests.conftest import CRDS, create_namespace, eventually, free_port
+from tests.integration import test_external_metrics as ours
 from tests.integration.fleet import SCALE, Fleet, Harness, running
-from tests.integration.test_external_metrics import TestHpa
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.controller import ActuationMode
@@ -141,7 +141,7 @@ async def test_load_rises_and_falls_and_a_real_hpa_follows_through_our_api(fleet
     port = free_port()
     await deployment(fleet, "dep", 1)
     await fleet.variant("va", "dep")
-    hpa: Json = TestHpa().hpa(scaleUp=EXACT, scaleDown=EXACT)
+    hpa: Json = ours.TestHpa().hpa(scaleUp=EXACT, scaleDown=EXACT)
     options = {
         "watch_namespace": fleet.namespace, "actuation": ActuationMode.METRICS,
         "external_metrics_address": f"127.0.0.1:{port}",

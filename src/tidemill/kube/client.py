@@ -168,14 +168,14 @@ class KubeClient:
                     yield WatchEvent(event["type"], event["object"])
 
     async def create(self, resource: Resource, obj: Mapping[str, Any], namespace: str | None = None) -> Json:
-        return await self._json("POST", resource.path(namespace), body=obj)
+        return await self._json("POST", resource.path(namespace), body=_typed(resource, obj))
 
     async def replace(
         self, resource: Resource, obj: Mapping[str, Any], namespace: str | None = None, *, sub: str = ""
     ) -> Json:
         """PUT the object; with a resourceVersion inside, ConflictError when it changed since."""
         path = resource.path(namespace, obj["metadata"]["name"], sub)
-        return await self._json("PUT", path, body=obj)
+        return await self._json("PUT", path, body=_typed(resource, obj))
 
     async def patch(
         self,
@@ -265,6 +265,11 @@ class KubeClient:
         async with response:
             text = await response.read()
         raise ApiError.of(response.status, _status(text), text.decode(errors="replace"))
+
+
+def _typed(resource: Resource, obj: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With its type, which a custom resource must name in its body too."""
+    return {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
 
 
 def _status(text: bytes) -> Mapping[str, Any] | None:

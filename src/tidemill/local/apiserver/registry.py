@@ -206,10 +206,10 @@ class Registry:
         for field, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
             if preconditions.get(field) and preconditions[field] != metadata.get(field):
                 raise conflict(
-                    kind.qualified,
+                    kind.resource.kind,
                     name,
-                    f"Precondition failed: {word} in precondition: {preconditions[field]}, "
-                    f"{word} in object meta: {metadata.get(field)}",
+                    f"the {word} in the precondition ({preconditions[field]}) does not match the {word} in record "
+                    f"({metadata.get(field)}). The object might have been deleted and then recreated",
                 )
         if dry_run:
             return obj, False

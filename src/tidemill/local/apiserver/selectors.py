@@ -48,7 +48,11 @@ def field_predicate(selector: str, plural: str) -> Predicate | None:
             raise bad_request(f"invalid selector: {selector!r}; can't understand {term!r}")
         path, op, value = match.groups()
         if path not in ("metadata.name", "metadata.namespace") and path not in SELECTABLE.get(plural, ()):
-            raise bad_request(f'field label not supported: "{path}" (kind {plural})')
+            if plural in SELECTABLE:
+                raise bad_request(f"field label not supported: {path}")
+            raise bad_request(
+                f'"{path}" is not a known field selector: only "metadata.name", "metadata.namespace"'
+            )
         tests.append(_field_test(path, op, value))
     return lambda obj: all(test(obj) for test in tests)
 

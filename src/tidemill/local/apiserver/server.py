@@ -48,6 +48,10 @@ class PodLogs(Protocol):
     def __call__(self, pod: Json, query: Mapping[str, str]) -> AsyncIterator[bytes]: ...
 
 
+class _NoSuchPath(Exception):
+    """No group and version of this name is served: not even an answer in the API's own form."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """What a path names."""
@@ -238,6 +242,8 @@ class ApiServer:
             return await self._serve(request, target)
         except StatusError as error:
             return _json(error.body(), error.code)
+        except _NoSuchPath:
+            return web.Response(status=404, text="404 page not found\n")
 
     async def _review(self, request: web.Request, target: _Target, user: User) -> Json | None:
         if not target.kind.resource.group.startswith("auth"):
@@ -364,6 +370,8 @@ class ApiServer:
         plural, name, sub, *tail = [*rest, "", ""]
         kind = self.kinds.find(group, version, plural)
         if kind is None:
+            if not any((k.resource.group, k.resource.version) == (group, version) for k in self.kinds):
+                raise _NoSuchPath
             raise StatusError(404, "NotFound", "the server could not find the requested resource")
         known = {"status": kind.status, "scale": kind.scale is not None, "finalize": plural == "namespaces",
                  "log": plural == "pods", "proxy": plural == "pods", "": True}  # fmt: skip
@@ -514,6 +522,7 @@ class ApiServer:
 
     async def _create(self, request: web.Request, target: _Target) -> web.Response:
         body = await _body(request)
+        _must_be_typed(target.kind, body)
         if target.kind.resource.kind == "Namespace":
             name = (body.get("metadata") or {}).get("name", "")
             obj = self.registry.create(target.kind, "", body, manager=_manager(request), dry_run=_dry_run(request))
@@ -531,6 +540,7 @@ class ApiServer:
 
     async def _replace(self, request: web.Request, target: _Target) -> web.Response:
         body = await _body(request)
+        _must_be_typed(target.kind, body)
         return self._changed(request, target, lambda old: body)
 
     async def _patch(self, request: web.Request, target: _Target) -> web.Response:
@@ -683,6 +693,13 @@ def _seen_through(change: Change, predicate: Predicate) -> tuple[str, Json] | No
 
 def _json(body: Json, status: int = 200) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
+
+
+def _must_be_typed(kind: Kind, body: Json) -> None:
+    """The type of a built-in resource follows from its path; a custom one must name it."""
+    if kind.custom and not body.get("kind"):
+        what = f"Object 'Kind' is missing in '{orjson.dumps(body).decode()}'"
+        raise bad_request(f"the object provided is unrecognized (must be of type {kind.resource.kind}): {what}")
 
 
 async def _body(request: web.Request) -> Json:
