@@ -42,7 +42,7 @@ test-compiled: compiled  ## The picker's tests with the request path compiled
 
 KUBERNETES := 1.36.3
 CONTROL_PLANE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidemill/kubernetes-$(KUBERNETES)
-$(CONTROL_PLANE)/kube-controller-manager: tests/real/control_plane/go.mod
+$(CONTROL_PLANE)/kube-controller-manager: | tests/real/control_plane/go.mod
 	mkdir -p $(CONTROL_PLANE)
 	cd tests/real/control_plane && CGO_ENABLED=0 go build -trimpath -o $(CONTROL_PLANE)/ \
 	  -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$(KUBERNETES)" \
