@@ -35,8 +35,8 @@ from tidemill.kube.client import KubeClient
 from tidemill.kube.informer import Informer
 from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, Json
 from tidemill.local.cluster import LocalCluster
+from tidemill.local.controllers.scheduler import MACHINE
 from tidemill.local.envoy import Following
-from tidemill.local.runner.runner import NODE
 
 NAMESPACE = manifests.NAMESPACE
 NAME = "llama-8b-l40s"
@@ -205,9 +205,11 @@ async def test_an_idle_model_sleeps_and_answers_its_next_request(tmp_path: Path,
 async def test_two_models_that_compete_share_by_priority(tmp_path: Path) -> None:
     """Eight GPUs, two a replica, one replica each to begin with: both want more than the two that are left."""
     async with scene(tmp_path) as there:
-        node = {"metadata": {"name": NODE, "labels": {"nvidia.com/gpu.product": "L40S"}}}
+        node = {"metadata": {"name": MACHINE, "labels": {"nvidia.com/gpu.product": "L40S"}}}
         await there.client.create(NODES, node)
-        await there.client.patch(NODES, NODE, {"status": {"allocatable": {"nvidia.com/gpu": "8"}}}, sub="status")
+        await there.client.patch(
+            NODES, MACHINE, {"status": {"allocatable": {"nvidia.com/gpu": "8"}}}, sub="status"
+        )
         await there.create(variant("high", model="high", gpus=2, kv_blocks=512, maxReplicas=9))
         await there.create(variant("low", model="low", gpus=2, kv_blocks=512, maxReplicas=9)[1:])
         await eventually(lambda: sum(pod.ready for pod in there.pods.store) == 2, within=60)

@@ -10,7 +10,7 @@ import yaml
 from tests.conftest import CRDS, Kubectl, eventually, program
 
 from tidemill.kube.errors import NotFoundError
-from tidemill.kube.resources import DEPLOYMENTS, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Json
+from tidemill.kube.resources import DEPLOYMENTS, LEADER_WORKER_SETS, NODES, PODS, REPLICA_SETS, Json
 from tidemill.local.cluster import LocalCluster
 from tidemill.local.controllers.leaderworkerset import leader_worker_set_crd
 
@@ -337,3 +337,30 @@ async def test_groups_of_a_leader_and_its_workers(cluster: LocalCluster, kubectl
         return not await pods(cluster, "big")
 
     await eventually(gone, within=20)
+
+
+async def test_pods_wait_for_accelerators(cluster: LocalCluster, kubectl: Kubectl) -> None:
+    """Two nodes of two devices: of three pods with two each, one waits and says why, until a node comes."""
+
+    async def gpu_node(name: str) -> None:
+        await cluster.client.create(NODES, {"metadata": {"name": name}})
+        devices = {"status": {"allocatable": {"nvidia.com/gpu": "2"}}}
+        await cluster.client.patch(NODES, name, devices, sub="status")
+
+    for name in ("node-a", "node-b"):
+        await gpu_node(name)
+    deployment = server("gpu", 3, resources={"limits": {"nvidia.com/gpu": "2"}})
+    await kubectl("apply", "-f", "-", stdin=yaml.safe_dump(deployment))
+    await kubectl("wait", "deploy/gpu", "--for=jsonpath={.status.readyReplicas}=2", "--timeout=30s")
+    (waiting,) = [pod for pod in await pods(cluster, "gpu") if not pod["spec"].get("nodeName")]
+    shown = await kubectl("get", "pod", waiting["metadata"]["name"])
+    assert "Pending" in shown
+
+    async def told() -> bool:
+        events = await kubectl("get", "events", "--field-selector=reason=FailedScheduling")
+        return "0/2 nodes are available: 2 Insufficient nvidia.com/gpu." in events
+
+    await eventually(told)
+    await gpu_node("node-c")
+    await kubectl("wait", "deploy/gpu", "--for=jsonpath={.status.readyReplicas}=3", "--timeout=30s")
+    assert {pod["spec"]["nodeName"] for pod in await pods(cluster, "gpu")} == {"node-a", "node-b", "node-c"}

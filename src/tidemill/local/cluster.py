@@ -20,6 +20,7 @@ from tidemill.local.controllers.deployment import DeploymentController
 from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
 from tidemill.local.controllers.leaderworkerset import LeaderWorkerSetController
 from tidemill.local.controllers.replicaset import ReplicaSetController
+from tidemill.local.controllers.scheduler import Scheduler
 from tidemill.local.runner.runner import Runner
 
 log = structlog.get_logger(__name__)
@@ -86,6 +87,7 @@ class LocalCluster:
                 asyncio.create_task(
                     HorizontalPodAutoscalerController(self._client, now=self._now, period=self._hpa_seconds).run()
                 ),
+                asyncio.create_task(Scheduler(self._client, now=self._now).run()),
                 asyncio.create_task(runner.run()),
             ]
         return self

@@ -1,4 +1,4 @@
-"""The node: takes every pod that is not yet on one, and runs it here."""
+"""The node, whatever its name: takes every pod that is bound to one, and runs it here."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from tidemill.local.runner.pod import PodWorker
 
 log = structlog.get_logger(__name__)
 SECRETS = Resource("", "v1", "secrets", "Secret")
-NODE = "local"
 
 
 class Runner:
-    """Binds pods to the one node and runs each as processes with an address of its own.
+    """Runs each pod as processes with an address of its own.
 
     Addresses come from 127.0.0.0/8, all of which is this machine on Linux, so every pod can listen on
     the same port.
@@ -86,7 +85,7 @@ class Runner:
         if worker is not None:
             if deleting:
                 worker.stop(float(pod["metadata"].get("deletionGracePeriodSeconds") or 0))
-        elif not deleting and uid not in self._tasks:
+        elif not deleting and uid not in self._tasks and pod["spec"].get("nodeName"):
             self._tasks[uid] = asyncio.create_task(self._run_pod(pod))
         elif deleting and uid not in self._tasks:
             # Left by an earlier node: nothing runs here that could be waited for.
@@ -105,8 +104,6 @@ class Runner:
             f"system:serviceaccount:{key.namespace}:{pod['spec'].get('serviceAccountName', 'default')}"
         )
         try:
-            if not pod["spec"].get("nodeName"):
-                pod = await self._client.patch(PODS, key.name, {"spec": {"nodeName": NODE}}, key.namespace)
             assert self._session is not None
             worker = PodWorker(
                 self._client, pod, ip=ip, directory=self._directory / uid,
