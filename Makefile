@@ -51,7 +51,7 @@ $(CONTROL_PLANE)/kube-controller-manager: | tests/real/control_plane/go.mod
 apiserver: $(CONTROL_PLANE)/kube-controller-manager  ## Build a real control plane into a cache (needs Go)
 
 test-real: setup apiserver  ## The contract and the autoscaler on a real control plane (needs etcd)
-	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract tests/real
+	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract
 
 soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
 	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py

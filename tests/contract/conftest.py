@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conftest import create_namespace
 
+from tests.conftest import create_namespace
 from tidemill.kube.client import KubeClient
 from tidemill.kube.resources import NAMESPACES
 from tidemill.local.cluster import LocalCluster

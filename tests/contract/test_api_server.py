@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conftest import CRDS, eventually
 
+from tests.conftest import CRDS, eventually
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.kube.client import KubeClient, PatchType, WatchEvent
 from tidemill.kube.errors import (

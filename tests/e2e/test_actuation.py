@@ -68,6 +68,8 @@ ELSEWHERE = {
     *((verb, "keda.sh", "scaledobjects") for verb in ("list", "watch")),
     *((verb, "monitoring.coreos.com", "servicemonitors") for verb in ("list", "watch")),
     *((verb, "resource.k8s.io", "resourceclaims") for verb in ("list", "watch")),
+    *((verb, "leaderworkerset.x-k8s.io", "leaderworkersets") for verb in ("list", "watch")),
+    ("patch", "leaderworkerset.x-k8s.io", "leaderworkersets/scale"),
     *((verb, "inference.networking.x-k8s.io", "inferencepools") for verb in ("list", "watch")),
     # What was learned is kept when more than percentages decide.
     ("create", "", "configmaps"),

@@ -860,14 +860,14 @@ async def test_a_pod_that_just_became_ready_is_given_time_to_report(fleet: Fleet
     assert harness.desired("va") == 1
 
 
-async def test_a_kind_of_target_that_is_not_served_yet_says_so(fleet: Fleet, harness: Harness) -> None:
+async def test_a_kind_of_target_that_the_cluster_does_not_serve_is_said(fleet: Fleet, harness: Harness) -> None:
     target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "group"}
     await fleet.variant("va", scaleTargetRef=target)
     await harness.caught_up()
     await harness.settle()
     found = await fleet.condition("va", "TargetResolved")
     assert (found["status"], found["reason"]) == ("False", "TargetNotFound")
-    assert "kind LeaderWorkerSet is not served by this version" in found["message"]
+    assert "the cluster serves no LeaderWorkerSets" in found["message"]
 
 
 async def test_two_engines_of_a_mixed_model_share_one_average(fleet: Fleet, harness: Harness) -> None:

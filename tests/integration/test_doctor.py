@@ -501,7 +501,7 @@ async def run(cluster: LocalCluster, *args: str) -> tuple[int, str]:
 
 async def test_as_a_command(wva: LocalCluster, well: Fleet) -> None:
     status, out = await run(wva)
-    assert (status, out.count("ok   "), "wrong" in out) == (0, 14, False), out
+    assert (status, out.count("ok   "), "wrong" in out) == (0, 15, False), out
     assert "--    prometheus: not looked at: give --prometheus URL" in out
     await decided(well, 12)
     status, out = await run(wva)

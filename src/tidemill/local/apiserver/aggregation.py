@@ -94,7 +94,7 @@ class Aggregator:
             raise self._unavailable(f"{address}: {type(error).__name__}: {error}") from None
 
     def _address(self, reference: Json) -> str:
-        """A ready pod of the Service, at the port that the Service's port leads to."""
+        """A ready pod of the Service, at the port that the Service's port leads to; or the host that it names."""
         namespace, name = reference["namespace"], reference["name"]
         found = self._store.get("services", (namespace, name))
         if found is None:
@@ -103,6 +103,8 @@ class Aggregator:
         port = next((p for p in found["spec"].get("ports") or () if p["port"] == number), None)
         if port is None:
             raise self._unavailable(f"service {namespace}/{name} has no port {number}")
+        if found["spec"].get("type") == "ExternalName":
+            return f"{found['spec']['externalName']}:{reference.get('port', 443)}"
         selector = {"matchLabels": found["spec"].get("selector") or {}}
         for pod in self._store.list("pods", namespace):
             status = pod.get("status") or {}

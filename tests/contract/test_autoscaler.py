@@ -1,4 +1,5 @@
-"""The autoscaler on a cluster that CONTRACT_KUBECONFIG names: a real API server, real controllers, a real HPA.
+"""The autoscaler with an API server, controllers and an HPA that are not its own: load rises, the decision rises,
+somebody moves the Deployment; load falls, and it shrinks. On the local cluster, and on any other.
 
 There is no node: what a kubelet would say of pods is said by `Kubelet`, and numbers are made up.
 """
@@ -6,60 +7,65 @@ There is no node: what a kubelet would say of pods is said by `Kubelet`, and num
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import grpc.aio
 import pytest
 
 from tests.conftest import CRDS, create_namespace, eventually, free_port
+from tests.contract.conftest import OTHER
 from tests.integration import test_external_metrics as ours
-from tests.integration.fleet import SCALE, Fleet, Harness, running
+from tests.integration.fleet import SCALE, Fleet, Harness, plain_crd, running
+from tests.integration.test_keda_scaler import Keda
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.names import DEFAULT_NAMESPACE
-from tidemill.autoscaler.controller import ActuationMode
+from tidemill.autoscaler.world import SCALED_OBJECTS
 from tidemill.cli.doctor.fleet import API_SERVICES, SERVICES
 from tidemill.kube.client import KubeClient
+from tidemill.kube.clock import utc_now
 from tidemill.kube.errors import AlreadyExistsError, NotFoundError
 from tidemill.kube.resources import DEPLOYMENTS, HORIZONTAL_POD_AUTOSCALERS, NAMESPACES, PODS, Json
+from tidemill.local.controllers.deployment import DeploymentController
+from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
+from tidemill.local.controllers.replicaset import ReplicaSetController
 
-KUBECONFIG = os.environ.get("CONTRACT_KUBECONFIG")
-pytestmark = pytest.mark.skipif(
-    KUBECONFIG is None, reason="no cluster is given by CONTRACT_KUBECONFIG: make test-real"
-)
 EXACT = {"tolerance": "0", "stabilizationWindowSeconds": 0}
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[KubeClient]:
-    async with await KubeClient.connect(KUBECONFIG) as found:
-        for make in (
-            found.create(CRDS, variant_autoscaling_crd()), create_namespace(found, DEFAULT_NAMESPACE)
-        ):  # fmt: skip
-            with suppress(AlreadyExistsError):
-                await make
-        yield found
-
-
-@pytest.fixture
-async def fleet(client: KubeClient) -> AsyncIterator[Fleet]:
+async def fleet(api: KubeClient) -> AsyncIterator[Fleet]:
+    keda = plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+    for make in (
+        api.create(CRDS, variant_autoscaling_crd()), api.create(CRDS, keda),
+        create_namespace(api, DEFAULT_NAMESPACE),
+    ):  # fmt: skip
+        with suppress(AlreadyExistsError):
+            await make
     name = f"fleet-{uuid.uuid4().hex[:8]}"
-    await create_namespace(client, name)
-    fleet = Fleet(client, name)
-    # The CRD is served a moment after it was made.
-    await eventually(lambda: _served(fleet))
+    await create_namespace(api, name)
+    fleet = Fleet(api, name)
+    await eventually(lambda: _served(fleet), within=30)
+    controllers = [] if OTHER else [
+        DeploymentController(api, now=utc_now), ReplicaSetController(api),
+        HorizontalPodAutoscalerController(api, now=utc_now, period=0.5),
+    ]  # fmt: skip
+    running = [asyncio.create_task(controller.run()) for controller in controllers]
     yield fleet
-    await client.delete(NAMESPACES, name)
+    await api.delete(NAMESPACES, name)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _served(fleet: Fleet) -> bool:
-    with suppress(NotFoundError):
-        await fleet.status("nobody")
+    """A CRD is served a moment after it was made."""
     try:
-        await fleet.variant("probe")
-    except NotFoundError:
-        return False
+        await fleet.client.list(SCALED_OBJECTS, fleet.namespace)
+        await fleet.status("nobody")
+    except NotFoundError as error:
+        return "nobody" in str(error)
     return True
 
 
@@ -116,7 +122,8 @@ async def until(fleet: Fleet, harness: Harness, kubelet: Kubelet, kv: float, wan
     """Cycles under this load until the Deployment has `wanted` replicas, all of them pods."""
 
     async def there() -> bool:
-        await loaded(fleet, harness, kubelet, kv, 0)
+        if await replicas(fleet, "dep") != wanted:
+            await loaded(fleet, harness, kubelet, kv, 0)
         return (await replicas(fleet, "dep"), len(await kubelet.pods())) == (wanted, wanted)
 
     await eventually(there, within=60)
@@ -135,17 +142,49 @@ async def test_load_rises_and_falls_and_direct_writes_follow(fleet: Fleet) -> No
         assert (await fleet.condition("va", "OptimizationReady"))["status"] == "True"
 
 
-async def test_load_rises_and_falls_and_a_real_hpa_follows_through_our_api(fleet: Fleet) -> None:
+async def test_load_rises_and_falls_and_a_client_like_keda_follows(fleet: Fleet) -> None:
+    """It asks over gRPC as KEDA's operator does, and sets what its HPA would."""
+    kubelet = Kubelet(fleet)
+    port = free_port()
+    await deployment(fleet, "dep", 1)
+    metadata = {"scalerAddress": f"127.0.0.1:{port}", "modelID": "food/llm-8b", "variantCost": "4.5"}
+    spec = {"scaleTargetRef": {"name": "dep"}, "triggers": [{"type": "external", "metadata": metadata}]}
+    await fleet.client.create(SCALED_OBJECTS, {"metadata": {"name": "so"}, "spec": spec}, fleet.namespace)
+    options = {"watch_namespace": fleet.namespace, "keda_scaler_address": f"127.0.0.1:{port}"}
+    async with (
+        kubelet(), running(fleet.client, **options) as harness,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):  # fmt: skip
+        keda = Keda(channel, harness)
+        ref = keda.ref("so", **metadata)
+        ref.namespace = fleet.namespace
+
+        async def follow() -> None:
+            while True:
+                with suppress(grpc.aio.AioRpcError):  # nothing is decided yet: KEDA keeps what is there
+                    if await keda.active(ref) and (wanted := await keda.value(ref)) != await replicas(
+                        fleet, "dep"
+                    ):
+                        await fleet.scale("dep", wanted)
+                await asyncio.sleep(0.2)
+
+        following = asyncio.create_task(follow())
+        try:
+            await until(fleet, harness, kubelet, 0.95, 3)
+            await until(fleet, harness, kubelet, 0.05, 1)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_load_rises_and_falls_and_an_hpa_follows_through_our_api(fleet: Fleet) -> None:
     """The API server asks us, as the aggregation layer; the HPA's own controller moves the Deployment."""
     kubelet = Kubelet(fleet)
     port = free_port()
     await deployment(fleet, "dep", 1)
     await fleet.variant("va", "dep")
     hpa: Json = ours.TestHpa().hpa(scaleUp=EXACT, scaleDown=EXACT)
-    options = {
-        "watch_namespace": fleet.namespace, "actuation": ActuationMode.METRICS,
-        "external_metrics_address": f"127.0.0.1:{port}",
-    }  # fmt: skip
+    options = {"watch_namespace": fleet.namespace, "external_metrics_address": f"127.0.0.1:{port}"}
     async with kubelet(), running(fleet.client, **options) as harness, registered(fleet.client, port):
         await fleet.client.create(HORIZONTAL_POD_AUTOSCALERS, hpa, fleet.namespace)
         await until(fleet, harness, kubelet, 0.95, 3)
