@@ -1,4 +1,4 @@
-"""The manifest in deploy/examples grants what the picker watches, and nothing else."""
+"""The picker's manifests grant what it watches, and nothing else; an example pool leads to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import yaml
 
 from tidemill.api.inference import InferencePool
 from tidemill.kube.resources import PODS
+from tidemill.manifests import Part, manifests
 from tidemill.picker.health import LIVENESS, READINESS
 from tidemill.picker.pools.cluster import INFERENCE_MODEL_REWRITES, INFERENCE_OBJECTIVES, INFERENCE_POOLS
 
-OBJECTS = {
-    obj["kind"]: obj
-    for obj in yaml.safe_load_all((Path(__file__).parents[3] / "deploy/examples/picker.yaml").read_text())
-}
+OBJECTS = {obj["kind"]: obj for obj in manifests(Part.PICKER)}
+EXAMPLE = Path(__file__).parents[3] / "deploy/examples/inferencepool.yaml"
 
 
 def test_the_role_is_what_is_watched() -> None:
@@ -33,14 +32,13 @@ def test_the_role_is_what_is_watched() -> None:
 
 
 def test_the_objects_fit_each_other() -> None:
-    pool = InferencePool.parse(OBJECTS["InferencePool"])
-    reference = OBJECTS["InferencePool"]["spec"]["endpointPickerRef"]
+    example = yaml.safe_load(EXAMPLE.read_text())
+    pool, reference = InferencePool.parse(example), example["spec"]["endpointPickerRef"]
     service, deployment = OBJECTS["Service"], OBJECTS["Deployment"]
-    assert reference["name"] == service["metadata"]["name"]
+    assert (reference["name"], pool.namespace) == (service["metadata"]["name"], service["metadata"]["namespace"])
     assert reference["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
     template = deployment["spec"]["template"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (container,) = template["spec"]["containers"]
-    assert [pool.name, pool.namespace] == [container["args"][1], container["args"][3]]
     probes = [container[name]["grpc"]["service"] for name in ("livenessProbe", "readinessProbe")]
     assert probes == [LIVENESS, READINESS]
