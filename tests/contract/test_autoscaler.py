@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc.aio
 import pytest
+import yaml
 
 from tests.conftest import CRDS, create_namespace, eventually, free_port
 from tests.contract.conftest import OTHER
@@ -21,12 +22,12 @@ from tests.integration.fleet import SCALE, Fleet, Harness, plain_crd, running
 from tests.integration.test_keda_scaler import Keda
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.names import DEFAULT_NAMESPACE
-from tidemill.autoscaler.world import SCALED_OBJECTS
+from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
 from tidemill.cli.doctor.fleet import API_SERVICES, SERVICES
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.errors import AlreadyExistsError, NotFoundError
-from tidemill.kube.resources import DEPLOYMENTS, HORIZONTAL_POD_AUTOSCALERS, NAMESPACES, PODS, Json
+from tidemill.kube.resources import CONFIG_MAPS, DEPLOYMENTS, HORIZONTAL_POD_AUTOSCALERS, NAMESPACES, PODS, Json
 from tidemill.local.controllers.deployment import DeploymentController
 from tidemill.local.controllers.hpa import HorizontalPodAutoscalerController
 from tidemill.local.controllers.replicaset import ReplicaSetController
@@ -210,3 +211,108 @@ async def registered(client: KubeClient, port: int) -> AsyncIterator[None]:
     finally:
         await client.delete(API_SERVICES, "v1beta1.external.metrics.k8s.io")
         await client.delete(SERVICES, "wva-external", DEFAULT_NAMESPACE)
+
+
+OF_A_WVA_USER = """
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: wva-saturation-scaling-config
+  labels: {app.kubernetes.io/name: workload-variant-autoscaler}
+data:
+  default: |
+    kvCacheThreshold: 0.50
+    queueLengthThreshold: 5
+    kvSpareTrigger: 0.1
+    queueSpareTrigger: 3
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: dep
+  labels: {llm-d.ai/model: llm-8b}
+spec:
+  replicas: 1
+  selector:
+    matchLabels: {app: vllm}
+  template:
+    metadata:
+      labels: {app: vllm, llm-d.ai/model: llm-8b, llm-d.ai/inference-serving: "true"}
+    spec:
+      nodeSelector: {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}
+      containers:
+      - name: vllm
+        image: vllm/vllm-openai:latest
+        args: [--model, food/llm-8b, --max-num-seqs, "256"]
+        ports:
+        - {name: http, containerPort: 8000}
+        resources:
+          limits: {nvidia.com/gpu: "1"}
+---
+apiVersion: llmd.ai/v1alpha1
+kind: VariantAutoscaling
+metadata:
+  name: va
+  labels:
+    inference.optimization/acceleratorName: H100
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: Deployment
+    name: dep
+  modelID: food/llm-8b
+  variantCost: "40.0"
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: vllm-hpa
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: Deployment
+    name: dep
+  minReplicas: 1
+  maxReplicas: 10
+  behavior:
+    scaleUp:
+      stabilizationWindowSeconds: 0
+      policies:
+      - {type: Pods, value: 10, periodSeconds: 15}
+    scaleDown:
+      stabilizationWindowSeconds: 0
+      policies:
+      - {type: Pods, value: 10, periodSeconds: 15}
+  metrics:
+  - type: External
+    external:
+      metric:
+        name: wva_desired_replicas
+        selector:
+          matchLabels:
+            variant_name: va
+            exported_namespace: NAMESPACE
+      target:
+        type: AverageValue
+        averageValue: "1"
+"""
+
+
+async def test_what_a_user_of_wva_has_works_as_it_is(fleet: Fleet) -> None:
+    """A VariantAutoscaling, an HPA on wva_desired_replicas, a ConfigMap of the namespace and vLLM's Deployment,
+    none of them changed: the map's threshold counts, and the HPA follows."""
+    kubelet = Kubelet(fleet)
+    port = free_port()
+    kinds = {
+        r.kind: r for r in (CONFIG_MAPS, DEPLOYMENTS, VARIANT_AUTOSCALINGS, HORIZONTAL_POD_AUTOSCALERS)
+    }  # fmt: skip
+    options = {"watch_namespace": fleet.namespace, "external_metrics_address": f"127.0.0.1:{port}"}
+    async with kubelet(), running(fleet.client, **options) as harness, registered(fleet.client, port):
+        for obj in yaml.safe_load_all(OF_A_WVA_USER.replace("NAMESPACE", fleet.namespace)):
+            await fleet.client.create(kinds[obj["kind"]], obj, fleet.namespace)
+        await until(fleet, harness, kubelet, 0.55, 3)  # full by the map, with room by the default
+        await until(fleet, harness, kubelet, 0.05, 1)
+        series = (
+            f'wva_desired_replicas{{accelerator_type="H100",namespace="{fleet.namespace}",variant_name="va"}} 1.0'
+        )
+        assert series in harness.series()
