@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from tests.conftest import CRDS, eventually, free_port, program
+from tests.conftest import CRDS, create_namespace, eventually, free_port, program
 from tests.integration.fleet import MODEL, NAMESPACE, Fleet, plain_crd
 from tests.integration.prometheus import prometheus, serving, static
 from tests.integration.test_external_metrics import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES
@@ -441,13 +441,21 @@ class TestPrometheus:
             ({}, None, 'kubectl patch pod shadow -n serving --type=merge -p \'{"metadata":'),
             ({"llm-d.ai/variant": "va"}, "other", ""),
             ({}, "dep", ""),
+            ({}, "managed", ""),
+            ({"leaderworkerset.sigs.k8s.io/worker-index": "1"}, "other", ""),
         ],
-        ids=["of another Deployment", "of nobody", "labelled", "of the target"],
+        ids=["of a namesake", "of nobody", "labelled", "of the target", "of a managed HPA's target", "a worker"],
     )
     async def test_a_pod_that_serves_and_counts_for_nobody(
         self, well: Fleet, tmp_path: Path, labels: dict[str, str], owner: str | None, mend: str
     ) -> None:
         await well.deployment("other", 0)
+        await well.deployment("managed", 0)
+        await well.hpa("managed", "managed")
+        await create_namespace(well.client, "elsewhere")
+        elsewhere = Fleet(well.client, "elsewhere")  # its Deployment other is a target, this one is not
+        await elsewhere.deployment("other", 0)
+        await elsewhere.variant("va", "other")
         await well.pod("shadow", owner, labels=labels)
         found = await self.look(well, tmp_path, engine={"namespace": "serving", "pod": "shadow"})
         if not mend:

@@ -129,8 +129,10 @@ class Judge:
 
     def _speaker(self, view: RoleView, votes: Sequence[CapacityReport], silent: Sequence[NoReport]) -> str | None:
         """An analyzer that says something, or did so lately and will again."""
+        if votes:
+            return votes[0].analyzer
         lately = [s.analyzer for s in silent if s.holds and (view.model, view.role, s.analyzer) in self._levels]
-        return next((name for name in (*[vote.analyzer for vote in votes], *lately)), None)
+        return lately[0] if lately else None
 
     def _steadied(
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float

@@ -375,27 +375,30 @@ def _manifests(fleet: Fleet) -> Iterator[Wrong]:
 
 def _shadow_pods(fleet: Fleet) -> Iterator[Wrong]:
     """Pods that serve the model of a variant in its namespace, and that no label and no owner ties to one."""
-    targets = {f"{v.spec.target.kind.lower()}/{v.spec.target.name}" for v in fleet.valid}
+    decided = {v.spec.target for v in fleet.valid} | {s.target for s in fleet.scalers if s.variant is not None}
+    targets = {target.uid for ref, target in fleet.targets.items() if ref in decided}
     for shadow in fleet.shadows:
+        pod, owner = shadow.pod, shadow.owner
         mine = [
             v.key.name
             for v in fleet.valid
-            if (v.key.namespace, v.spec.spec.model_id) == (shadow.pod.namespace, shadow.model)
+            if (v.key.namespace, v.spec.spec.model_id) == (pod.namespace, shadow.model)
         ]
-        if not mine or shadow.owner in targets:
+        if not mine or (owner is not None and owner.uid in targets):
             continue
         label = f'{{"{VARIANT_LABEL}":"{mine[0] if len(mine) == 1 else "NAME"}"}}'
-        inside = f'{{"metadata":{{"labels":{label}}}}}'
-        template = f'{{"spec":{{"template":{inside}}}}}'
-        if shadow.owner.startswith("leaderworkerset/"):
-            template = f'{{"spec":{{"leaderWorkerTemplate":{{"workerTemplate":{inside}}}}}}}'
-        what = f"{shadow.owner.replace('/', ' ')} -n" if shadow.owner else f"pod {shadow.pod.name} -n"
-        patch = template if shadow.owner else inside
+        patch = f'{{"metadata":{{"labels":{label}}}}}'
+        if owner is not None:
+            template = f'{{"template":{patch}}}'
+            if owner.kind == "LeaderWorkerSet":
+                template = f'{{"leaderWorkerTemplate":{{"workerTemplate":{patch}}}}}'
+            patch = f'{{"spec":{template}}}'
+        kind, name = ("pod", pod.name) if owner is None else (owner.kind.lower(), owner.name)
         yield Wrong(
-            f"pod {shadow.pod}",
-            f"it serves {shadow.model} and counts for nobody: its owners end at {shadow.owner or 'itself'}, which "
-            f"is no target, and it has no label {VARIANT_LABEL} (variants of the model: {', '.join(mine)})",
-            f"kubectl patch {what} {shadow.pod.namespace} --type=merge -p '{patch}'",
+            f"pod {pod}",
+            f"it serves {shadow.model} and counts for nobody: its owners end at {kind} {name}, which is no "
+            f"target, and it has no label {VARIANT_LABEL} (variants of the model: {', '.join(mine)})",
+            f"kubectl patch {kind} {name} -n {pod.namespace} --type=merge -p '{patch}'",
         )
 
 

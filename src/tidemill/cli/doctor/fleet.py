@@ -15,12 +15,15 @@ from tidemill.api.names import DEFAULT_LEADER_ELECTION_ID, VARIANT_LABEL
 from tidemill.api.variant import TargetRef
 from tidemill.autoscaler.views import (
     InvalidVariant,
+    Owner,
     ScalerView,
     TargetView,
     ValidVariant,
     VariantDecoder,
     deployment_view,
     leader_worker_set_view,
+    pod_set_view,
+    pod_view,
     scaler_view,
 )
 from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
@@ -79,12 +82,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A pod that serves a model and has no label of a variant. Its owners end at `owner`, as kubectl takes it
-    (deployment/vllm); "" where it has none."""
+    """A pod that serves a model and has no label of a variant. Its owners end at `owner`."""
 
     pod: ObjectKey
     model: str
-    owner: str
+    owner: Owner | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,27 +205,20 @@ async def _shadows(client: KubeClient, seen: Seen) -> AsyncIterator[Shadow]:
     }
     if not models:
         return
-    pods = {ObjectKey.of(pod): pod for pod in (await client.list(PODS)).items}
+    pods = {pod.key: pod for pod in map(pod_view, (await client.list(PODS)).items)}
     sets = {
-        obj["metadata"]["uid"]: obj
+        pod_set.uid: pod_set
         for resource in (REPLICA_SETS, STATEFUL_SETS)
-        for obj in await _all(client, resource) or ()
+        for pod_set in map(pod_set_view, await _all(client, resource) or ())
     }
     for key in sorted(models.keys() & pods.keys()):
-        metadata: Json = pods[key]["metadata"]
-        if VARIANT_LABEL in (metadata.get("labels") or {}):
-            continue
-        owner = _controller(metadata)
-        while owner is not None and (found := sets.get(owner["uid"])) is not None:
-            above = _controller(found["metadata"])
-            if above is None:
-                break
-            owner = above
-        yield Shadow(key, models[key], "" if owner is None else f"{owner['kind'].lower()}/{owner['name']}")
-
-
-def _controller(metadata: Json) -> Json | None:
-    return next((owner for owner in metadata.get("ownerReferences") or () if owner.get("controller")), None)
+        pod = pods[key]
+        if pod.variant_label or pod.worker:
+            continue  # a worker of a group is its leader's
+        owner = pod.owner
+        while owner is not None and (found := sets.get(owner.uid)) is not None and found.owner is not None:
+            owner = found.owner
+        yield Shadow(key, models[key], owner)
 
 
 async def _seen(url: str) -> Seen:

@@ -10,16 +10,22 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import structlog
+
 from tidemill.api.names import GPU_RESOURCES
 from tidemill.kube.client import KubeClient
 from tidemill.kube.conditions import find_condition
 from tidemill.kube.errors import ApiError, NotFoundError
 from tidemill.kube.events import EventRecorder
 from tidemill.kube.informer import Informer, identity
+from tidemill.kube.queue import WorkQueue
 from tidemill.kube.resources import NODES, PODS, Json, ObjectKey, ObjectRef
 from tidemill.local.controllers.replicaset import is_active
 
+log = structlog.get_logger(__name__)
+
 MACHINE = "local"
+PASS = "all pods that wait"  # the one key: each pass looks at all of them
 
 
 def place(pod: Json, nodes: Sequence[Json], bound: Iterable[tuple[str, Json]]) -> tuple[str, str]:
@@ -77,10 +83,10 @@ class Scheduler:
         self._recorder = EventRecorder(client, component="scheduler", instance=MACHINE, now=now)
         self._pods = Informer(client, PODS, decode=identity)
         self._nodes = Informer(client, NODES, decode=identity)
-        self._changed = asyncio.Event()
-        self._bound: dict[str, str] = {}  # by uid, until the cache shows it
+        self._queue: WorkQueue[str] = WorkQueue(first_delay=0.02, max_delay=5.0)
+        self._bound: dict[str, str] = {}  # by uid; the cache shows it later
         for informer in (self._pods, self._nodes):
-            informer.add_handler(lambda event: self._changed.set())
+            informer.add_handler(lambda event: self._queue.add(PASS))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -89,16 +95,17 @@ class Scheduler:
             await self._nodes.wait_synced()
             group.create_task(self._pods.run())
             await self._pods.wait_synced()
-            while True:
-                self._changed.clear()
-                await self._pass()
-                await self._changed.wait()
+            group.create_task(self._queue.work(self._pass, self._on_error))
 
-    async def _pass(self) -> None:
+    def _on_error(self, key: str, error: Exception) -> None:
+        log.warning("pods could not be bound, and will be tried again", error=str(error))
+
+    async def _pass(self, key: str) -> None:
         nodes = [node for _, node in sorted(self._nodes.store.items())]
         pods = [pod for _, pod in self._pods.store.items() if is_active(pod)]
         bound = {pod["metadata"]["uid"]: (self._node_of(pod), pod) for pod in pods if self._node_of(pod)}
         self._bound = {uid: node for uid, node in self._bound.items() if uid in bound}
+        refused: list[ApiError] = []
         waiting = [pod for pod in pods if pod["metadata"]["uid"] not in bound]
         for pod in sorted(waiting, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])):
             node, why = place(pod, nodes, bound.values())
@@ -110,8 +117,10 @@ class Scheduler:
                     await self._tell(pod, why)
             except NotFoundError:
                 continue  # it has gone meanwhile
-            except ApiError:
-                self._changed.set()  # looked at again
+            except ApiError as error:
+                refused.append(error)  # the others need not wait for it
+        if refused:
+            raise refused[0]
 
     def _node_of(self, pod: Json) -> str:
         return pod["spec"].get("nodeName") or self._bound.get(pod["metadata"]["uid"], "")
