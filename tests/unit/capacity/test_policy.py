@@ -279,3 +279,20 @@ class TestDepartures:
         (vote,) = [vote for vote in need.votes if vote.analyzer == "experience"]
         # A quarter of the window has passed since it was seen.
         assert float(vote.demand) == pytest.approx(2.0 + 0.75 * 2.0)
+
+
+class TestArrivals:
+    def test_what_comes_and_does_not_finish_counts_and_a_batch_that_fills_teaches_nothing(self) -> None:
+        """Two requests a second finish, and in the minute between 120 more have come to wait and 60 to run."""
+        times, kv_tokens = times_of("llama-3.1-8b/l40s")
+        quiet = view(0.3, rate=2.0, replicas=1)
+        one = replace(quiet.engines[0], itl=0.03, ttft=0.2, running=10.0, kv_tokens=kv_tokens)
+        seen = replace(quiet, engines=(one,), target=LatencyTarget(ttft=0.5), presets={"a": times})
+        judge = Judge()
+        judge.need(seen, settings(ttft_target=0.5), now=0, lead=60)
+        learned = judge.dump()["analyzers"]["queueing-model"]
+        full = replace(one, queue_length=Decimal(120), running=70.0)
+        need = judge.need(replace(seen, engines=(full,)), settings(ttft_target=0.5), now=60, lead=60)
+        (vote,) = need.votes
+        assert float(vote.demand) == pytest.approx(2.0 + (120 + 60) / 60)
+        assert judge.dump()["analyzers"]["queueing-model"] == learned
