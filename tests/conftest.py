@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-import random
 import shutil
 import socket
 import sys
@@ -47,18 +47,27 @@ def program(name: str) -> str:
     return found
 
 
+# Ports below those that the kernel gives to whoever asks for any: a part for each process of a parallel run, given
+# in turn, so that none is given to two before it is in use.
+_PART = 1500
+_PORTS = range(20_000, 32_000)
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_turn = itertools.cycle(_PORTS[_WORKER * _PART % len(_PORTS) :][:_PART])
+
+
 def free_port(following: int = 0) -> int:
-    """A port that nobody listens at, nor at the `following` after it. Below those that the kernel gives to whoever
-    asks for any: between here and its use nobody gets it by chance."""
+    """A port that nobody listens at, nor at the `following` after it."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        ports = [next(_turn)]
+        ports += [next(_turn) for _ in range(following)]
         with ExitStack() as stack:
             try:
-                for one in range(port, port + 1 + following):
+                for one in ports:
                     stack.enter_context(socket.socket()).bind(("127.0.0.1", one))
             except OSError:
                 continue
-            return port
+            if ports[-1] - ports[0] == following:
+                return ports[0]
 
 
 async def eventually(
