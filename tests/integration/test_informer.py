@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -192,6 +194,25 @@ async def test_the_server_may_be_away(api_only: LocalCluster, client: CountingCl
     await api_only.server.start()
     await write(api_only, "a", 1)
     await eventually(lambda: seen.state() == {"a": "1"}, within=15)
+
+
+async def test_a_connection_that_shakes_hands_while_the_server_stops_does_not_outlive_it(
+    api_only: LocalCluster,
+) -> None:
+    # Kept alive, it would answer each watch with a polite end, and the informer would believe itself current.
+    server = api_only.server
+    raw = socket.create_connection((server.host, server.port))
+    raw.setblocking(False)
+    await create_namespace(api_only.client, "any")  # by then the server has accepted the connection before it
+    await server.stop()
+    context = ssl.create_default_context(cafile=str(server.tls.ca))
+    reader, writer = await asyncio.open_connection(sock=raw, ssl=context, server_hostname=server.host)
+    watch = f"{CONFIG_MAPS.path(NAMESPACE)}?watch=true&resourceVersion=1"
+    writer.write(f"GET {watch} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.read(), 10)  # to its end: the connection is closed
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"shutting down" in answer
+    writer.close()
 
 
 async def test_a_kind_may_come_and_go(api_only: LocalCluster, client: CountingClient) -> None:

@@ -225,6 +225,9 @@ class ApiServer:
     # Requests
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if self._stopping:
+            # A connection that was still shaking hands when the server stopped: it must not outlive it.
+            return _shutting_down()
         try:
             path = "/" + request.match_info["path"]
             if path in ("/healthz", "/livez", "/readyz"):
@@ -689,6 +692,14 @@ def _seen_through(change: Change, predicate: Predicate) -> tuple[str, Json] | No
         return "DELETED", change.object
     version = change.object["metadata"]["resourceVersion"]
     return "DELETED", {**change.old, "metadata": {**change.old["metadata"], "resourceVersion": version}}
+
+
+def _shutting_down() -> web.Response:
+    message = "The apiserver is shutting down, please try again later."
+    answer = _json(StatusError(429, "TooManyRequests", message).body(), 429)
+    answer.headers["Retry-After"] = "5"
+    answer.force_close()
+    return answer
 
 
 def _json(body: Json, status: int = 200) -> web.Response:
