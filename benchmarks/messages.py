@@ -5,7 +5,8 @@ from __future__ import annotations
 import orjson
 
 from benchmarks.backend import ANSWER
-from tidemill.picker.extproc.protos import ProcessingRequest
+from tidemill.picker.extproc.messages import DESTINATION, METADATA
+from tidemill.picker.extproc.protos import Mode, ProcessingRequest
 
 _HEADERS = {
     ":method": "POST", ":path": "/v1/completions", ":scheme": "http", ":authority": "gateway.example:8080",
@@ -21,20 +22,28 @@ def completion(prompt: str) -> bytes:
 
 
 def asked(prompt: bytes) -> list[bytes]:
-    """Headers and body of a request."""
-    head, body = ProcessingRequest(), ProcessingRequest()
+    """Headers, body and end of a request. Envoy says how it sends bodies once, and its metadata each time."""
+    head, body, end = ProcessingRequest(), ProcessingRequest(), ProcessingRequest()
     for key, value in _HEADERS.items():
         head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    head.protocol_config.request_body_mode = head.protocol_config.response_body_mode = Mode.FULL_DUPLEX_STREAMED
     body.request_body.body = completion(prompt.decode())
-    body.request_body.end_of_stream = True
-    return [head.SerializeToString(), body.SerializeToString()]
+    end.request_body.end_of_stream = True
+    messages = [head, body, end]
+    for message in messages:
+        message.metadata_context.SetInParent()
+    return [message.SerializeToString() for message in messages]
 
 
 def answered() -> list[bytes]:
-    """Headers and body of its answer."""
-    head, body = ProcessingRequest(), ProcessingRequest()
+    """Headers, body and end of its answer, with the pick that Envoy remembers."""
+    head, body, end = ProcessingRequest(), ProcessingRequest(), ProcessingRequest()
     for key, value in ((":status", "200"), ("content-type", "application/json"), ("content-length", "73")):
         head.response_headers.headers.headers.add(key=key, raw_value=value.encode())
     body.response_body.body = ANSWER
-    body.response_body.end_of_stream = True
-    return [head.SerializeToString(), body.SerializeToString()]
+    end.response_body.end_of_stream = True
+    messages = [head, body, end]
+    for message in messages:
+        fields = message.metadata_context.filter_metadata[METADATA].fields
+        fields[DESTINATION].string_value = "10.0.0.10:8000"
+    return [message.SerializeToString() for message in messages]

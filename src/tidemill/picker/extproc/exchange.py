@@ -13,10 +13,9 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from google.protobuf.message import DecodeError
-
-from tidemill.picker.extproc import messages
-from tidemill.picker.extproc.protos import Message, Mode, ProcessingRequest
+from tidemill.picker.extproc import incoming, messages
+from tidemill.picker.extproc.incoming import Incoming
+from tidemill.picker.extproc.protos import Mode
 from tidemill.picker.usage import NO_USAGE, Usage, UsageReader
 
 
@@ -174,33 +173,22 @@ class Exchange:
 
     def receive(self, data: bytes) -> None:
         """One serialised ProcessingRequest. Raises ValueError when it is none."""
-        # Half of all messages are bodies, and most of those hold nothing else.
-        if (plain := messages.plain_body(data)) is not None and self.state is not _DONE:
-            kind, body, ends = plain
-            if kind == messages.RESPONSE_BODY_FIELD:
-                self._response_body(body, ends)
-            else:
-                self._request_body(body, ends)
-            return
-        try:
-            message = ProcessingRequest.FromString(data)
-        except DecodeError as error:
-            raise ValueError(f"not a ProcessingRequest: {error}") from None
+        message = incoming.read(data)
         if self.state is _DONE:
             return
-        name = message.WhichOneof("request")
-        if name == "response_body":
-            self._response_body(message.response_body.body, message.response_body.end_of_stream)
-        elif name == "request_body":
+        about = message.about
+        if about == incoming.RESPONSE_BODY:
+            self._response_body(message.body, message.ends)
+        elif about == incoming.REQUEST_BODY:
             self._look_at_metadata(message)
-            self._request_body(message.request_body.body, message.request_body.end_of_stream)
-        elif name == "request_headers":
+            self._request_body(message.body, message.ends)
+        elif about == incoming.REQUEST_HEADERS:
             self._request_headers(message)
-        elif name == "response_headers":
+        elif about == incoming.RESPONSE_HEADERS:
             self._response_headers(message)
-        elif name == "request_trailers":
+        elif about == incoming.REQUEST_TRAILERS:
             self._request_trailers()
-        elif name == "response_trailers":
+        elif about == incoming.RESPONSE_TRAILERS:
             self._response_trailers()
 
     def closed(self) -> None:
@@ -216,20 +204,19 @@ class Exchange:
 
     # The request
 
-    def _request_headers(self, message: Message) -> None:
+    def _request_headers(self, message: Incoming) -> None:
         if self.state is not _HEADERS:
             return
-        if message.HasField("protocol_config"):
-            self._request_mode = message.protocol_config.request_body_mode
-            self._response_mode = message.protocol_config.response_body_mode
-        raw = {h.key: h.raw_value or h.value for h in message.request_headers.headers.headers}
+        if message.modes is not None:
+            self._request_mode, self._response_mode = message.modes
+        raw = message.headers
         self._headers = Headers(raw)
         if not _FORBIDDEN.isdisjoint(raw):
             self._remove = tuple([name for name in messages.CLIENT_MAY_NOT_SEND if name in raw])
-        self._pool = self._info.metadata.get(POOL_METADATA, "") or _pool_attribute(message)
+        self._pool = self._info.metadata.get(POOL_METADATA, "") or message.attribute(POOL_ATTRIBUTE)
         self._look_at_metadata(message)
         self.state = _BODY
-        if message.request_headers.end_of_stream:
+        if message.ends:
             self._decide()
         elif self._request_mode == _DUPLEX:
             self._has_body = True
@@ -239,25 +226,12 @@ class Exchange:
         else:
             self._decide()  # the body passes by
 
-    def _look_at_metadata(self, message: Message) -> None:
+    def _look_at_metadata(self, message: Incoming) -> None:
         """The subset hint; a later message's replaces an earlier one's."""
-        if not message.HasField("metadata_context"):
-            return
-        namespaces = message.metadata_context.filter_metadata
-        if messages.SUBSET_METADATA not in namespaces:
-            return
-        fields = namespaces[messages.SUBSET_METADATA].fields
-        if messages.SUBSET not in fields:
-            return
-        value = fields[messages.SUBSET]
-        kind = value.WhichOneof("kind")
-        if kind == "string_value":
-            self._subset = tuple(part for part in value.string_value.split(",") if part.strip())
-        elif kind == "list_value":
-            # What is no text is no address: it matches nothing, but it does not lift the restriction.
-            self._subset = tuple(v.string_value for v in value.list_value.values if v.string_value)
-        elif kind != "null_value":
-            self._subset = ()
+        if message.metadata:
+            subset = incoming.addresses_in(message.metadata, messages.SUBSET_METADATA, messages.SUBSET)
+            if subset is not None:
+                self._subset = subset
 
     def _request_body(self, chunk: bytes, ends: bool) -> None:
         if self.state is not _BODY:
@@ -348,13 +322,13 @@ class Exchange:
 
     # The response
 
-    def _response_headers(self, message: Message) -> None:
+    def _response_headers(self, message: Incoming) -> None:
         flight = self._flight
         if flight is None:
             self._send(messages.RESPONSE_HEADERS)
             return
         self.state = _RESPONSE
-        headers = Headers({h.key: h.raw_value or h.value for h in message.response_headers.headers.headers})
+        headers = Headers(message.headers)
         text = headers.get(":status")
         status = int(text) if text.isdigit() else 0
         content_type = headers.get("content-type").lower()
@@ -363,7 +337,7 @@ class Exchange:
         extra = flight.response_headers
         self._send(messages.response_headers(extra) if extra else messages.RESPONSE_HEADERS)
         self._reader = UsageReader(content_type=content_type, content_encoding=encoding, streaming=self._streaming)
-        if message.response_headers.end_of_stream:
+        if message.ends:
             self._over()
 
     def _response_body(self, chunk: bytes, end: bool) -> None:
@@ -395,23 +369,7 @@ class Exchange:
             flight.finished(usage, "" if reader is None else reader.malformed)
 
 
-def _served(message: Message) -> str:
+def _served(message: Incoming) -> str:
     """Who answered: by the protocol's metadata, else by the attribute that Envoy itself can send."""
-    namespaces = message.metadata_context.filter_metadata
-    if messages.METADATA in namespaces:
-        fields = namespaces[messages.METADATA].fields
-        if messages.SERVED in fields:
-            return fields[messages.SERVED].string_value
-    for attributes in message.attributes.values():
-        if SERVED_ATTRIBUTE in attributes.fields:
-            return attributes.fields[SERVED_ATTRIBUTE].string_value
-    return ""
-
-
-def _pool_attribute(message: Message) -> str:
-    """What an attribute that the gateway was told to send says of the pool."""
-    for attributes in message.attributes.values():
-        for expression, value in attributes.fields.items():
-            if POOL_ATTRIBUTE in expression and value.string_value:
-                return value.string_value
-    return ""
+    said = incoming.text_in(message.metadata, messages.METADATA, messages.SERVED) if message.metadata else ""
+    return said or message.attribute(SERVED_ATTRIBUTE)

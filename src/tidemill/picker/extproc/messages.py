@@ -29,60 +29,6 @@ CLIENT_MAY_NOT_SEND = (
 CHUNK_LIMIT = 62_000  # bytes; Envoy refuses streamed body answers above 64 KiB less what frames them
 
 
-REQUEST_BODY_FIELD, RESPONSE_BODY_FIELD = 4, 5  # of ProcessingRequest
-
-
-def plain_body(data: bytes) -> tuple[int, bytes, bool] | None:
-    """The field, the chunk and end_of_stream of a ProcessingRequest that holds a body and nothing else, written as
-    every encoder writes it; None for any other message, which is then to be read as such.
-
-    By hand because bodies are half of what comes, and three objects for each cost more than these lines.
-    """
-    size = len(data)
-    if size < 2 or data[0] not in _BODY_TAGS:
-        return None
-    field, position = data[0] >> 3, 1
-    length = data[1]
-    if length >= 0x80:
-        length, position = _read_varint(data, 1)
-    else:
-        position = 2
-    if position + length != size:
-        return None  # metadata or attributes follow, or it is cut off
-    ends = False
-    if length >= 2 and data[size - 2] == 0x10 and data[size - 1] == 1:
-        ends, size = True, size - 2  # unless these bytes belong to the chunk, whose length tells
-    if position == size:
-        return field, b"", ends
-    if data[position] != 0x0A or position + 1 >= size:
-        return None
-    length = data[position + 1]
-    if length >= 0x80:
-        length, position = _read_varint(data, position + 1)
-    else:
-        position += 2
-    if position + length == size:
-        return field, data[position:size], ends
-    if ends and position + length == size + 2:
-        return field, data[position : size + 2], False
-    return None
-
-
-_BODY_TAGS = frozenset({REQUEST_BODY_FIELD << 3 | 2, RESPONSE_BODY_FIELD << 3 | 2})
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at `position`, and where the next thing begins; a length that cannot be when it is cut off."""
-    value = shift = 0
-    for byte in data[position : position + 5]:
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    return len(data) + 1, position
-
-
 def _plain(field: str) -> bytes:
     message = ProcessingResponse()
     getattr(message, field).SetInParent()

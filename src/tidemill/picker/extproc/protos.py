@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from tidemill.api.protos import STRUCT, Fields, Message, declare
 
-__all__ = ["OVERWRITE_IF_EXISTS_OR_ADD", "Message", "Mode", "ProcessingRequest", "ProcessingResponse"]
+__all__ = ["OVERWRITE_IF_EXISTS_OR_ADD", "Message", "Metadata", "Mode", "ProcessingRequest", "ProcessingResponse"]
 
 _MESSAGES: Mapping[str, Fields] = {
     "HeaderValue": {"key": (1, "string"), "value": (2, "bytes"), "raw_value": (3, "bytes")},
@@ -79,5 +79,6 @@ class Mode(IntEnum):
 
 
 _class = declare("tidemill.extproc", _MESSAGES)
+Metadata = _class("Metadata")
 ProcessingRequest = _class("ProcessingRequest")
 ProcessingResponse = _class("ProcessingResponse")

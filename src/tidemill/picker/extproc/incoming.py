@@ -1,0 +1,228 @@
+"""What Envoy says, read from the wire by hand.
+
+There are six messages in a request, and a tree of protobuf's objects for each cost as much as the rest of what is
+done with it. Only what is free in form (metadata, attributes) is left to protobuf, and read when it is asked for.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from tidemill.picker.extproc.protos import Message, Metadata, ProcessingRequest
+
+# Fields of ProcessingRequest: what a message may be about, and what comes with it.
+REQUEST_HEADERS: Final = 2
+RESPONSE_HEADERS: Final = 3
+REQUEST_BODY: Final = 4
+RESPONSE_BODY: Final = 5
+REQUEST_TRAILERS: Final = 6
+RESPONSE_TRAILERS: Final = 7
+_METADATA_CONTEXT: Final = 8
+_ATTRIBUTES: Final = 9
+_PROTOCOL_CONFIG: Final = 11
+
+# Wire types.
+_NUMBER: Final = 0
+_FIXED64: Final = 1
+_BYTES: Final = 2
+_FIXED32: Final = 5
+
+
+class Incoming:
+    """One ProcessingRequest. `about` is one of the fields above, 0 for one that is not known here; `ends` is its
+    end_of_stream. `metadata` is a serialised Metadata as it came; `modes` are those of bodies, the request's and
+    the response's, when the message says them."""
+
+    __slots__ = ("_data", "about", "body", "ends", "has_attributes", "headers", "metadata", "modes")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.about = 0
+        self.headers: dict[str, bytes] = {}
+        self.body = b""
+        self.ends = False
+        self.metadata = b""
+        self.has_attributes = False
+        self.modes: tuple[int, int] | None = None
+
+    def attribute(self, name: str) -> str:
+        """The text of the first attribute whose expression contains `name`."""
+        if not self.has_attributes:
+            return ""
+        try:
+            spaces = ProcessingRequest.FromString(self._data).attributes.values()
+        except DecodeError as error:
+            raise ValueError(f"not a ProcessingRequest: {error}") from None
+        for space in spaces:
+            for expression, value in space.fields.items():
+                if name in expression and value.string_value:
+                    return value.string_value
+        return ""
+
+
+def read(data: bytes) -> Incoming:
+    """A serialised ProcessingRequest. Raises ValueError when it is none. Of a field that comes twice, which no
+    encoder writes, the last counts."""
+    found = Incoming(data)
+    position, end = 0, len(data)
+    try:
+        while position < end:
+            tag, start, position = _field(data, position, end)
+            if tag & 7 != _BYTES:
+                continue
+            number = tag >> 3
+            if number in (REQUEST_BODY, RESPONSE_BODY):
+                found.about = number
+                found.body, found.ends = _body(data, start, position)
+            elif number in (REQUEST_HEADERS, RESPONSE_HEADERS):
+                found.about = number
+                found.headers, found.ends = _http_headers(data, start, position)
+            elif number in (REQUEST_TRAILERS, RESPONSE_TRAILERS):
+                found.about = number
+            elif number == _METADATA_CONTEXT:
+                found.metadata = data[start:position]
+            elif number == _ATTRIBUTES:
+                found.has_attributes = True
+            elif number == _PROTOCOL_CONFIG:
+                found.modes = _modes(data, start, position)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"not a ProcessingRequest: {error}") from None
+    return found
+
+
+def _body(data: bytes, position: int, end: int) -> tuple[bytes, bool]:
+    """HttpBody."""
+    body, ends = b"", False
+    while position < end:
+        tag, start, position = _field(data, position, end)
+        if tag == 1 << 3 | _BYTES:
+            body = data[start:position]
+        elif tag == 2 << 3 | _NUMBER:
+            ends = start != 0
+    return body, ends
+
+
+def _http_headers(data: bytes, position: int, end: int) -> tuple[dict[str, bytes], bool]:
+    """HttpHeaders."""
+    headers: dict[str, bytes] = {}
+    ends = False
+    while position < end:
+        tag, start, position = _field(data, position, end)
+        if tag == 1 << 3 | _BYTES:
+            within = start
+            while within < position:
+                inner, start, within = _field(data, within, position)
+                if inner == 1 << 3 | _BYTES:
+                    _header(data, start, within, headers)
+        elif tag == 3 << 3 | _NUMBER:
+            ends = start != 0
+    return headers, ends
+
+
+def _header(data: bytes, position: int, end: int, into: dict[str, bytes]) -> None:
+    """HeaderValue: its value is in one of two fields."""
+    key, value, raw = "", b"", b""
+    while position < end:
+        tag, start, position = _field(data, position, end)
+        if tag == 1 << 3 | _BYTES:
+            key = data[start:position].decode()
+        elif tag == 2 << 3 | _BYTES:
+            value = data[start:position]
+        elif tag == 3 << 3 | _BYTES:
+            raw = data[start:position]
+    into[key] = raw or value
+
+
+def _modes(data: bytes, position: int, end: int) -> tuple[int, int]:
+    """ProtocolConfiguration."""
+    request = response = 0
+    while position < end:
+        tag, value, position = _field(data, position, end)
+        if tag == 1 << 3 | _NUMBER:
+            request = value
+        elif tag == 2 << 3 | _NUMBER:
+            response = value
+    return request, response
+
+
+def _field(data: bytes, position: int, end: int) -> tuple[int, int, int]:
+    """The field at `position`: its tag; its number, or where its bytes begin; where the next field begins."""
+    tag = data[position]
+    position += 1
+    if tag >= 0x80:
+        tag, position = _varint(data, position - 1, end)
+    if not 0 < tag >> 3 < 1 << 29:
+        raise ValueError(f"field {tag >> 3}")
+    kind = tag & 7
+    if kind == _BYTES:
+        size = data[position]
+        position += 1
+        if size >= 0x80:
+            size, position = _varint(data, position - 1, end)
+        start = position
+        position += size
+    elif kind == _NUMBER:
+        start, position = _varint(data, position, end)
+    elif kind == _FIXED64:
+        start = position
+        position += 8
+    elif kind == _FIXED32:
+        start = position
+        position += 4
+    else:
+        raise ValueError(f"wire type {kind}")
+    if position > end:
+        raise ValueError("it is cut off")
+    return tag, start, position
+
+
+def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
+    """The number at `position`, and where the next thing begins."""
+    value = shift = 0
+    while position < end and shift < 70:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise ValueError("a number is cut off or too long")
+
+
+# Metadata is the same for many messages: that of an answer names the endpoint, and a gateway has few subsets.
+
+
+@lru_cache(maxsize=4096)
+def text_in(metadata: bytes, namespace: str, name: str) -> str:
+    """A text in serialised metadata; empty where there is none."""
+    value = _value(metadata, namespace, name)
+    return "" if value is None else value.string_value
+
+
+@lru_cache(maxsize=256)
+def addresses_in(metadata: bytes, namespace: str, name: str) -> tuple[str, ...] | None:
+    """A list of addresses in serialised metadata, written as a list or with commas; None where there is none."""
+    value = _value(metadata, namespace, name)
+    kind = None if value is None else value.WhichOneof("kind")
+    if value is None or kind is None or kind == "null_value":
+        return None
+    if kind == "string_value":
+        return tuple(part for part in value.string_value.split(",") if part.strip())
+    if kind == "list_value":
+        # What is no text is no address: it matches nothing, but it does not lift the restriction.
+        return tuple(v.string_value for v in value.list_value.values if v.string_value)
+    return ()
+
+
+def _value(metadata: bytes, namespace: str, name: str) -> Message | None:
+    try:
+        namespaces = Metadata.FromString(metadata).filter_metadata
+    except DecodeError as error:
+        raise ValueError(f"not a ProcessingRequest: metadata: {error}") from None
+    if namespace not in namespaces:
+        return None
+    fields = namespaces[namespace].fields
+    return fields.get(name)
