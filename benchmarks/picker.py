@@ -47,6 +47,7 @@ OUT = Path("build/bench/picker.json")
 TICKS = os.sysconf("SC_CLK_TCK")
 PROGRAM = str(Path(sys.executable).parent / "tidemill")
 INTERPRETED = "lean, interpreted"
+SCRAPES = 4  # seconds between scrapes of one endpoint where the request path is what is measured
 LUA = """
 wrk.method = "POST"
 wrk.headers["Content-Type"] = "application/json"
@@ -271,10 +272,10 @@ async def process(*command: str, ready: str = "") -> AsyncIterator[subprocess.Po
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert running.stdout is not None
     line = running.stdout.readline()
-    while ready not in line:
-        if not line:
-            raise RuntimeError(f"{command} ended")
+    while line and ready not in line:
         line = running.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{command} ended")
     try:
         yield running
     finally:
@@ -340,10 +341,10 @@ async def through_envoy(
             if program is None:
                 continue
             served_by = "grpc" if transport == "grpc" else "lean"
-            async with picker(directory, endpoints, port, transport=served_by, interval="4s", program=program) as (
-                grpc_port,
-                pid,
-            ):
+            scrapes = f"{SCRAPES}s"
+            async with picker(
+                directory, endpoints, port, transport=served_by, interval=scrapes, program=program
+            ) as (grpc_port, pid):
                 envoy = Envoy(
                     directory / f"{transport.replace(', ', '-')}-{endpoints}",
                     [PoolRoute(name="p", pickers=[f"127.0.0.1:{grpc_port}"])],
@@ -354,7 +355,7 @@ async def through_envoy(
                 header = "x-without-picker: 1" if transport == "none" else ""
                 async with envoy:
                     envoy.set_endpoints("p", [f"127.1.0.1:{port}"])
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(SCRAPES + 0.5)  # by then every endpoint has been read once
                     url = f"{envoy.url}/v1/completions"
                     for size in bodies:
                         body = directory / f"body-{size}"
@@ -364,6 +365,8 @@ async def through_envoy(
                             before = cpu_seconds(pid), cpu_seconds(envoy.pid)
                             found = await wrk(url, body, concurrency, seconds, header)
                             after = cpu_seconds(pid), cpu_seconds(envoy.pid)
+                            if found["errors"]:
+                                raise RuntimeError(f"{transport}, {size} bytes: {found}: no request may fail here")
                             each = [
                                 (b - a) / max(1, found["requests"]) * 1e6
                                 for a, b in zip(before, after, strict=True)
