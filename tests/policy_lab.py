@@ -63,8 +63,9 @@ class Lab:
         self._backlog: dict[str, float] = {}  # by replica
         self._inside: dict[str, float] = {}  # in the batch of each
         self.replica_seconds = 0.0
-        # By replica, in each cycle of the window: what finished per second, with which TTFT and ITL.
-        self._served: dict[str, list[tuple[float, float, float]]] = {}
+        # By replica, in each cycle of the window: how much finished and how much was generated per second (both in
+        # requests), with which TTFT and ITL.
+        self._served: dict[str, list[tuple[float, float, float, float]]] = {}
 
     @property
     def capacity(self) -> float:
@@ -144,15 +145,18 @@ class Lab:
         context = self.workload.input_tokens + 0.75 * self.workload.output_tokens
         inside = self._model.batch if full else min(seen.inside, self._model.batch)
         # What is taken into the batch and does not stay there has finished.
-        finished = max(0.0, rate - (inside - self._inside.get(name, 0.0)) / self.interval)
+        grown = (inside - self._inside.get(name, 0.0)) / self.interval
+        finished = max(0.0, rate - grown)
         self._inside[name] = inside
         cycles = max(1, round(self.window / self.interval))
-        of_cycle = (finished, seen.ttft + backlog / self.capacity, seen.itl)
+        # Those that are still inside have half of their tokens, on average.
+        of_cycle = (finished, max(0.0, rate - grown / 2), seen.ttft + backlog / self.capacity, seen.itl)
         mine = self._served[name] = [*self._served[name], of_cycle][-cycles:]
-        total = sum(rate for rate, _, _ in mine)
+        total = sum(rate for rate, _, _, _ in mine)
         lately = total / len(mine)
-        ttft = sum(rate * ttft for rate, ttft, _ in mine) / total if total else seen.ttft
-        itl = sum(rate * itl for rate, _, itl in mine) / total if total else seen.itl
+        generating = sum(rate for _, rate, _, _ in mine) / len(mine)
+        ttft = sum(rate * ttft for rate, _, ttft, _ in mine) / total if total else seen.ttft
+        itl = sum(rate * itl for rate, _, _, itl in mine) / total if total else seen.itl
         if self.noise:
             # The largest number inside over a minute of requests that stay for inside / rate seconds each.
             looks = max(1, int(60 / max(1.0, inside / max(served, 1e-6))))
@@ -167,7 +171,7 @@ class Lab:
             running=in_batch,
             rate_seconds=min(self.window, len(self._served[name]) * self.interval),
             request_rate=float(self._about(lately, lately * self.window)),
-            output_rate=float(self._about(lately * self.workload.output_tokens, lately * self.window)),
+            output_rate=float(self._about(generating * self.workload.output_tokens, lately * self.window)),
             ttft=float(self._about(ttft, lately * self.window)),
             # Over a whole answer the step times average out: requests differ by about a fifth.
             itl=float(self._about(itl, lately * self.window * 25)),

@@ -33,10 +33,12 @@ class Inside(NamedTuple):
 
 class Flow(NamedTuple):
     """`growth` is by how many requests a second those inside the engines become more. `unsettled` are replicas
-    whose batch has filled or emptied during the window: means over it are of no one state."""
+    whose batch has filled or emptied during the window: means over it are of no one state. `filling` are those
+    that served before and whose batch has filled of late: what they hold is not all that they will."""
 
     growth: float
     unsettled: frozenset[ReplicaId]
+    filling: frozenset[ReplicaId]
 
 
 @dataclass(slots=True)
@@ -59,10 +61,18 @@ class Arrivals:
         unsettled = frozenset(
             replica for replica, inside in present.items() if _differs(inside, then.get(replica, Inside()))
         )
+        lately = self._look(now - min(SHORT, window))[1] if self._looks else present
+        filling = frozenset(
+            replica
+            for replica, inside in present.items()
+            if (before := lately.get(replica)) is not None
+            and inside.running > before.running
+            and _differs(inside, before)
+        )
         self._looks.append((now, present))
         while len(self._looks) > 1 and self._looks[1][0] <= now - window:
             self._looks.popleft()
-        return Flow(growth, unsettled)
+        return Flow(growth, unsettled, filling)
 
     def _look(self, until: float) -> tuple[float, Mapping[ReplicaId, Inside]]:
         """The latest that is at least so old, else the first one."""

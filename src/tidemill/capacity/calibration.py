@@ -11,6 +11,7 @@ their prior: beyond it the numbers are not of such an engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ _PRESET_SPREAD = 0.3  # of one that is published for this model and accelerator
 _DRIFT = 0.003  # of a cost a cycle
 _ERROR = 0.05  # of an observation, as a share of it
 _TTFT_ERROR = 0.3  # the formula for the first token is rough
+_CERTAIN = 0.5  # of that error: a prediction that is known so well is not made better by more of the same
+_OFF = 2.0  # times that error, by which an observation is off such a prediction
 _SURPRISE = 5.0  # standard deviations from which on an observation counts for less
 _BOUND = 20.0
 
@@ -84,11 +87,15 @@ class Calibration:
         self.observations, self._state, self._covariance = int(observations), found, spread
         self._prior = units
 
-    def observe(self, seen: Observation) -> None:
-        """Take one window of one engine into account."""
-        if seen.itl <= 0 or seen.decoding <= 0:
-            return
-        self._covariance += np.eye(4) * _DRIFT**2
+    def observe(self, cycle: Iterable[Observation]) -> None:
+        """Take the windows of one cycle into account, one for each engine."""
+        telling = [seen for seen in cycle if seen.itl > 0 and seen.decoding > 0]
+        if telling:
+            self._covariance += np.eye(4) * _DRIFT**2
+        for seen in telling:
+            self._observe(seen)
+
+    def _observe(self, seen: Observation) -> None:
         prompts = seen.request_rate * seen.prompt_tokens * seen.itl
         self._update(
             np.array([1.0, seen.decoding, seen.decoding * seen.context, prompts]), seen.itl, _ERROR * seen.itl
@@ -101,7 +108,12 @@ class Calibration:
     def _update(self, factors: Array, value: float, error: float) -> None:
         row = factors * self._prior
         innovation = value - float(row @ self._state)
-        variance = float(row @ self._covariance @ row) + error**2
+        known = float(row @ self._covariance @ row)
+        # What the formula leaves out is the same at every look: taken for chance again and again, it would draw
+        # costs away while nothing changes. So what is known well enough is learned anew only when it is off.
+        if known < (_CERTAIN * error) ** 2 and abs(innovation) < _OFF * error:
+            return
+        variance = known + error**2
         # One wild window (a stall, a clock that jumped) must not undo a hundred good ones.
         surprise = abs(innovation) / variance**0.5
         if surprise > _SURPRISE:

@@ -37,10 +37,17 @@ class Level:
     _window: float = 0.0
     _provided: float = 0.0  # for this level; it does not fall while the level stays
     _since: float = 0.0  # when this level began
+    _fell: bool = False  # the last sample was far below this level, which has stayed for long
 
     def observe(self, now: float, value: float, *, window: float) -> None:
         """A sample at `now`, the mean over the `window` before it (seconds; 0 for one of this moment)."""
-        if self.samples and self._another(value):
+        another = bool(self.samples) and self._another(value)
+        if another and self.settled and value < self._mean and not self._fell:
+            # What has stayed for long is not left for one low sample: a fleet that shrank for it would grow again.
+            self._fell = True
+            return
+        self._fell = False
+        if another:
             self.samples.clear()
             self._provided = 0.0
         if not self.samples:
@@ -76,9 +83,14 @@ class Level:
             return min(last + slope * lead, MOST * last)
         if count < IN_A_ROW:
             return newest
-        if not self._provided or self.samples[-1][0] - self._since < SETTLED:
+        if not self._provided or not self.settled:
             self._provided = max(self._provided, self._mean + ERRORS * self._deviation / math.sqrt(count))
         return self._provided
+
+    @property
+    def settled(self) -> bool:
+        """Whether the level has stayed for so long that what it needs is provided."""
+        return bool(self.samples) and self.samples[-1][0] - self._since >= SETTLED
 
     @property
     def _mean(self) -> float:

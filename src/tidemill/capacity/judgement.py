@@ -21,6 +21,7 @@ from tidemill.capacity.view import RoleView
 
 SILENT_CYCLES = 3  # after which an analyzer without a report abstains
 SAME = Decimal("0.20")  # share by which a capacity may differ and still be taken for the same
+SAME_SETTLED = Decimal("0.5")  # while the demand stays at its level, and replicas have been provided for it
 LOOKS = 3  # of a capacity, whose middle one counts: one that goes by itself is noise
 
 
@@ -31,10 +32,10 @@ class Capacity:
     counts: Decimal
     measured: deque[Decimal] = field(default_factory=lambda: deque(maxlen=LOOKS))
 
-    def observe(self, now: Decimal) -> Decimal:
+    def observe(self, now: Decimal, *, settled: bool) -> Decimal:
         self.measured.append(now)
         middle = median_low(self.measured) if len(self.measured) == LOOKS else now
-        if abs(middle - self.counts) > SAME * self.counts:
+        if abs(middle - self.counts) > (SAME_SETTLED if settled else SAME) * self.counts:
             self.counts = middle
         return self.counts
 
@@ -81,6 +82,9 @@ class Judge:
                 now_said.append(found)
                 votes.append(self._steadied(slot, found, view, now, lead))
                 continue
+            if found.demand is not None:
+                # Its level is then known when the capacities are.
+                self._level(slot).observe(now, float(found.demand), window=view.window)
             cycles = self._silent[slot] = self._silent.get(slot, 0) + 1
             silent.append(found if found.holds or cycles >= SILENT_CYCLES else replace(found, holds=True))
         experience = self._experiences.setdefault((view.model, view.role), Experience())
@@ -89,7 +93,7 @@ class Judge:
             votes.append(self._steadied((view.model, view.role, vote.analyzer), vote, view, now, 0.0))
         return Need(
             model=view.model, role=view.role, variants=view.variants, votes=tuple(votes), silent=tuple(silent),
-            priority=settings.priority,
+            priority=settings.priority, filling=len(flow.filling),
         )  # fmt: skip
 
     def dump(self) -> Json:
@@ -127,34 +131,40 @@ class Judge:
             for gone in [slot for slot in remembered if slot[0] not in models]:
                 del remembered[gone]
 
+    def _level(self, slot: tuple[str, Role, str]) -> Level:
+        return self._levels.setdefault(slot, Level())
+
     def _speaker(self, view: RoleView, votes: Sequence[CapacityReport], silent: Sequence[NoReport]) -> str | None:
         """An analyzer that says something, or did so lately and will again."""
         if votes:
             return votes[0].analyzer
-        lately = [s.analyzer for s in silent if s.holds and (view.model, view.role, s.analyzer) in self._levels]
-        return lately[0] if lately else None
+        spoke = [s.analyzer for s in silent if s.holds and (view.model, view.role, s.analyzer) in self._capacities]
+        return spoke[0] if spoke else None
 
     def _steadied(
         self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, now: float, lead: float
     ) -> CapacityReport:
         """The report with its demand as the level shows it (the sample itself stays among the numbers), and with
         capacities that are measured anew only when they differ."""
-        report = self._with_held_capacity(slot, report, view)
-        level = self._levels.setdefault(slot, Level())
+        level = self._level(slot)
         level.observe(now, float(report.demand), window=report.window)
+        report = self._with_held_capacity(slot, report, view, settled=level.settled)
         if len(level.samples) == 1:
             return report
         demand = Decimal(repr(round(level.upper(lead), 3)))
         return replace(report, demand=demand, numbers={"demandNow": f"{report.demand:.3f}", **report.numbers})
 
     def _with_held_capacity(
-        self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView
+        self, slot: tuple[str, Role, str], report: CapacityReport, view: RoleView, *, settled: bool
     ) -> CapacityReport:
         held = self._capacities.get(slot, {})
         self._capacities[slot] = {
             name: held.get(name) or Capacity(now) for name, now in report.per_replica.items()
         }
-        capacities = {name: self._capacities[slot][name].observe(now) for name, now in report.per_replica.items()}
+        capacities = {
+            name: self._capacities[slot][name].observe(now, settled=settled)
+            for name, now in report.per_replica.items()
+        }
         if capacities == report.per_replica:
             return report
         supply, anticipated = view.supply(capacities)

@@ -67,11 +67,16 @@ class QueueingModelAnalyzer:
                     f"ITL {at_limit.itl_at(view.target.percentile) * 1e3:.1f} ms"
                 ),
             }
+        demand = _demand(view)
         if not capacities:
             unknown = f"fewer than {ENOUGH} windows with requests were seen: their times are not known yet"
             unreachable = "; ".join(impossible)
-            return NoReport(self.name, unreachable or unknown, holds=False, unreachable=unreachable)
-        demand = _demand(view)
+            # What serves will be known soon: until then nobody else knows whether less would keep the target.
+            learning = any(_observation(engine, view) is not None for engine in view.engines)
+            return NoReport(
+                self.name, unreachable or unknown, holds=learning and not unreachable, unreachable=unreachable,
+                demand=demand,
+            )  # fmt: skip
         if demand is None:
             return NoReport(self.name, "the rate of requests is not known for every engine", holds=False)
         supply, anticipated = view.supply(capacities)
@@ -107,12 +112,15 @@ class QueueingModelAnalyzer:
 
     def _learn(self, view: RoleView) -> None:
         by_replica: dict[tuple[str, str], list[EngineLoad]] = {}
+        by_variant: dict[str, list[Observation]] = {}
         for engine in view.engines:
             by_replica.setdefault((engine.variant, engine.replica), []).append(engine)
             if engine.replica_id in view.unsettled:
                 continue
             if (seen := _observation(engine, view)) is not None:
-                self._fit(view, engine.variant).observe(seen)
+                by_variant.setdefault(engine.variant, []).append(seen)
+        for variant, cycle in by_variant.items():
+            self._fit(view, variant).observe(cycle)
         for (variant, _), engines in by_replica.items():
             tokens = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
             if tokens and len(tokens) == len(engines):

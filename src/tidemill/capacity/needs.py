@@ -20,7 +20,8 @@ class Need:
     """What one role of one model asks for.
 
     `growing` are the reports that miss capacity, `votes` all that count, `silent` those who said nothing.
-    `priority` weighs models against each other where accelerators are short.
+    `priority` weighs models against each other where accelerators are short. `filling` is how many replicas still
+    take up requests, after a step down, say: until what they hold is all there, nothing more may go.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Need:
     votes: tuple[CapacityReport, ...]
     silent: tuple[NoReport, ...] = ()
     priority: Decimal = Decimal(1)
+    filling: int = 0
 
     @property
     def growing(self) -> tuple[CapacityReport, ...]:
@@ -38,6 +40,7 @@ class Need:
     def may_shrink(self) -> bool:
         return (
             bool(self.votes)
+            and not self.filling
             and not any(report.holds for report in self.silent)
             and all(report.spare > 0 for report in self.votes)
         )
@@ -118,6 +121,8 @@ def sentence(need: Need) -> str:
     parts = [_about(binding)]
     parts += [_about(report) for report in need.votes if report is not binding]
     parts += [f"{s.analyzer} {'holds' if s.holds else 'abstains'}: {s.reason}" for s in need.silent]
+    if need.filling and any(report.spare for report in need.votes):
+        parts.append(f"nothing may go while the batches of {need.filling} replicas still fill")
     return "; ".join(parts)
 
 

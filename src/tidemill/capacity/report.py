@@ -60,12 +60,13 @@ class CapacityReport:
 @dataclass(frozen=True, slots=True)
 class NoReport:
     """An analyzer that has nothing to say this time, and why. While it `holds`, nothing may shrink on the word of
-    the others."""
+    the others. `demand` is what is asked for, in its unit, where only the capacities are not known yet."""
 
     analyzer: str
     reason: str
     holds: bool
     unreachable: str = ""
+    demand: Decimal | None = None
 
 
 def replicas_for(amount: Decimal, each: Decimal) -> int:

@@ -53,7 +53,8 @@ def allocated(need: Need, allocation: Allocation, unlimited: str = "") -> tuple[
     else:
         shrinkers = [report for report in need.votes if report.spare > 0]
         held = bool(shrinkers) and (len(shrinkers) < len(need.votes) or any(s.holds for s in need.silent))
-        cause = Cause.ANALYZERS_DISAGREE if held else Cause.STEADY
+        filling = bool(shrinkers) and need.filling > 0
+        cause = Cause.ANALYZERS_DISAGREE if held else Cause.IN_TRANSITION if filling else Cause.STEADY
     text = f"{why}: {steps} ({allocation.how})" if steps else f"{why}: no change"
     if need.growing and not steps and not cut:
         text += f", since no variant can grow: {'; '.join(need.why_not_grow(v) for v in need.variants)}"

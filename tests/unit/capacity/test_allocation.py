@@ -165,6 +165,13 @@ class TestAnalyzers:
         assert solve([given_need]).replicas["ns/m", "a"] == right
         assert f"throughput {'holds' if holds else 'abstains'}: has not reported" in sentence(given_need)
 
+    def test_nothing_more_goes_while_those_left_take_over_what_the_last_ones_had(self) -> None:
+        given_need = replace(need(self.BOTH(), self.SPARE()), filling=2)
+        assert solve([given_need]).replicas["ns/m", "a"] == 3
+        assert "while the batches of 2 replicas still fill" in sentence(given_need)
+        (target,) = allocated(given_need, solve([given_need]))
+        assert target.explanation.cause is Cause.IN_TRANSITION
+
 
 class TestWhoCanGrow:
     def test_only_who_asks_for_more_must_know_a_variant(self) -> None:

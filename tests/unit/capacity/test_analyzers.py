@@ -204,6 +204,20 @@ class TestLatency:
         assert "of 20 ms" in found.reason
         assert not found.holds
 
+    def test_while_it_learns_from_what_serves_nothing_shrinks(self) -> None:
+        """What the tokens spare says nothing of a latency. Demand counts meanwhile, so that its level is known."""
+        analyzer = QueueingModelAnalyzer()
+        serving = self.serving(0.5)
+        found = [analyzer.report(serving) for _ in range(3)]
+        assert [isinstance(one, NoReport) and (one.holds, one.demand is not None) for one in found[:2]] == [
+            (True, True)
+        ] * 2
+        assert isinstance(found[2], CapacityReport)
+        idle = replace(serving.engines[0], itl=None, ttft=None, request_rate=0.0)
+        nothing = QueueingModelAnalyzer().report(replace(serving, engines=(idle,)))
+        assert isinstance(nothing, NoReport)
+        assert not nothing.holds
+
     @pytest.mark.parametrize(
         ("seen", "reason"),
         [

@@ -51,6 +51,16 @@ class TestGrowth:
         arrivals.observe([engine("a", waiting=60)], now=0, window=60)
         assert arrivals.observe([engine("b", waiting=30)], now=60, window=60).growth == 0.5
 
+    def test_a_replica_that_takes_over_fills_and_a_new_one_has_only_begun(self) -> None:
+        arrivals = Arrivals()
+        arrivals.observe([engine("a", running=30), engine("b", running=30)], now=0, window=300)
+        found = arrivals.observe([engine("a", running=70), engine("c", running=60)], now=60, window=300)
+        assert found.filling == {("v", "a")}
+        # Over the window it is not of one state for longer; it fills no more after a minute.
+        found = arrivals.observe([engine("a", running=75), engine("c", running=60)], now=120, window=300)
+        assert found.filling == frozenset()
+        assert found.unsettled == {("v", "a"), ("v", "c")}
+
     @given(
         st.lists(
             st.tuples(st.integers(0, 40), st.lists(st.integers(0, 25), min_size=3, max_size=3)), min_size=5,

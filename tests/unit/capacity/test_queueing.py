@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from itertools import pairwise
@@ -133,7 +134,7 @@ class TestCalibration:
         fit = Calibration()
         for _ in range(60):
             size_in, size_out = rng.choice(((512, 128), (1024, 256), (2048, 256)))
-            fit.observe(self.seen(times, size_in, size_out, rng.uniform(0.2, 0.8), rng))
+            fit.observe([self.seen(times, size_in, size_out, rng.uniform(0.2, 0.8), rng)])
         workload = Workload(input_tokens=1024, output_tokens=256)
         right = ReplicaModel(times, workload, kv_tokens=kv_tokens)
         learned = ReplicaModel(fit.times, workload, kv_tokens=kv_tokens)
@@ -145,19 +146,30 @@ class TestCalibration:
         times, _ = times_of(L40S)
         fit = Calibration()
         for _ in range(40):
-            fit.observe(self.seen(times, 1024, 256, rng.uniform(0.2, 0.8), rng))
+            fit.observe([self.seen(times, 1024, 256, rng.uniform(0.2, 0.8), rng)])
         before = fit.times
-        fit.observe(
-            Observation(
-                itl=5.0, ttft=30.0, decoding=20, context=1200, request_rate=2.0, prompt_tokens=1024, waiting=0
-            )
+        wild = Observation(
+            itl=5.0, ttft=30.0, decoding=20, context=1200, request_rate=2.0, prompt_tokens=1024, waiting=0
         )
+        fit.observe([wild])
         assert fit.times.base == pytest.approx(before.base, rel=0.2)
+
+    def test_more_of_the_same_draws_no_cost_away(self) -> None:
+        """An hour at one load tells one point of a plane, and what the formulas leave out with it."""
+        rng = random.Random(5)
+        times, _ = times_of(L40S)
+        fit = Calibration()
+        for cycle in range(60):
+            fit.observe([self.seen(times, 1024, 256, 0.65, rng) for _ in range(10)])
+            if cycle == 4:
+                early = fit.times
+        for before, after in zip(dataclasses.astuple(early), dataclasses.astuple(fit.times), strict=True):
+            assert after == pytest.approx(before, rel=0.25)
 
     def test_what_says_nothing_is_not_counted(self) -> None:
         fit = Calibration()
         idle = Observation(
             itl=0.0, ttft=None, decoding=0, context=1000, request_rate=0.0, prompt_tokens=1000, waiting=0
         )
-        fit.observe(idle)
+        fit.observe([idle])
         assert fit.observations == 0
