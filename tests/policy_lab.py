@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
 
-from tidemill.api.saturation_config import SaturationSettings
+from tidemill.api.saturation_config import QUEUEING_MODEL, SaturationSettings
 from tidemill.capacity import allocation
 from tidemill.capacity.inventory import UNLIMITED
 from tidemill.capacity.judgement import Judge
+from tidemill.capacity.latency import QueueingModelAnalyzer
 from tidemill.capacity.queueing import LatencyTarget, ReplicaModel, ServiceTimes, Workload
 from tidemill.capacity.types import Role, VariantState
 from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
@@ -71,6 +72,13 @@ class Lab:
     def capacity(self) -> float:
         """Requests per second that one replica can keep up with."""
         return self._model.max_rate
+
+    def within(self, target: LatencyTarget) -> tuple[float, float]:
+        """Requests per second that one replica can do within `target`, and what the fit makes of it."""
+        analyzer = self._judge._analyzers[QUEUEING_MODEL]
+        assert isinstance(analyzer, QueueingModelAnalyzer)
+        learned = ReplicaModel(analyzer.fits["lab/m", "v"].times, self.workload, kv_tokens=self._kv)
+        return self._model.largest_rate(target), learned.largest_rate(target)
 
     def run(self, seconds: float) -> list[tuple[float, int]]:
         """Cycle for so long; time and target after each cycle."""

@@ -21,7 +21,7 @@ IN_A_ROW = 3  # samples that tell a level, or a climb
 DRIFTED = 5  # in a row on one side of the mean, each by more than a deviation: another level
 CLIMB = 0.10  # share by which each sample exceeds the one before while demand rises
 ERRORS = 2.0  # standard errors of the upper bound
-SETTLED = 300.0  # seconds after which a level is known well enough: what is still added by chance would not end
+SETTLED = 240.0  # seconds after which a level is known well enough: what is still added by chance would not end
 KEPT = 120  # samples of one level; older ones are forgotten
 DUMPED = 12  # samples that a successor gets
 MOST = 2.0  # times the present demand that a forecast may reach
@@ -42,7 +42,7 @@ class Level:
     def observe(self, now: float, value: float, *, window: float) -> None:
         """A sample at `now`, the mean over the `window` before it (seconds; 0 for one of this moment)."""
         another = bool(self.samples) and self._another(value)
-        if another and self.settled and value < self._mean and not self._fell:
+        if another and self.settled and value < self.mean and not self._fell:
             # What has stayed for long is not left for one low sample: a fleet that shrank for it would grow again.
             self._fell = True
             return
@@ -84,7 +84,7 @@ class Level:
         if count < IN_A_ROW:
             return newest
         if not self._provided or not self.settled:
-            self._provided = max(self._provided, self._mean + ERRORS * self._deviation / math.sqrt(count))
+            self._provided = max(self._provided, self.mean + ERRORS * self._deviation / math.sqrt(count))
         return self._provided
 
     @property
@@ -93,7 +93,7 @@ class Level:
         return bool(self.samples) and self.samples[-1][0] - self._since >= SETTLED
 
     @property
-    def _mean(self) -> float:
+    def mean(self) -> float:
         return sum(value for _, value in self.samples) / len(self.samples)
 
     @property
@@ -103,7 +103,7 @@ class Level:
         return math.sqrt(sum(step**2 for step in steps) / max(1, 2 * len(steps)))
 
     def _another(self, value: float) -> bool:
-        mean, deviation = self._mean, self._deviation
+        mean, deviation = self.mean, self._deviation
         distance = abs(value - mean)
         if distance > max(FAR * mean, FAR_DEVIATIONS * deviation if len(self.samples) >= IN_A_ROW else 0.0):
             return True

@@ -17,8 +17,9 @@ from tidemill.capacity.experience import Experience
 from tidemill.capacity.needs import Need
 from tidemill.capacity.report import CapacityReport, Json, NoReport, Thresholds
 from tidemill.capacity.types import Role
-from tidemill.capacity.view import RoleView
+from tidemill.capacity.view import RequestShape, RoleView
 
+SHAPE = ("input_tokens", "output_tokens", "hit_rate")
 SILENT_CYCLES = 3  # after which an analyzer without a report abstains
 SAME = Decimal("0.20")  # share by which a capacity may differ and still be taken for the same
 SAME_SETTLED = Decimal("0.5")  # while the demand stays at its level, and replicas have been provided for it
@@ -51,6 +52,7 @@ class Judge:
         self._experiences: dict[tuple[str, Role], Experience] = {}
         self._departures: dict[tuple[str, Role], Departures] = {}
         self._arrivals: dict[tuple[str, Role], Arrivals] = {}
+        self._shapes: dict[tuple[str, Role], dict[str, Level]] = {}
 
     def need(self, view: RoleView, settings: SaturationSettings, *, now: float, lead: float) -> Need:
         """What the role asks for at `now` (seconds); a replica takes `lead` seconds to start."""
@@ -62,6 +64,7 @@ class Judge:
             departed=departures.observe(view.engines, now=now, window=view.rate_seconds),
             growth=flow.growth,
             unsettled=flow.unsettled,
+            shape=self._steady_shape(view, now),
         )
         votes: list[CapacityReport] = []
         now_said: list[CapacityReport] = []  # the same as they were said
@@ -127,9 +130,22 @@ class Judge:
         for slots in (self._silent, self._levels, self._capacities):
             for gone in [slot for slot in slots if slot[0] not in models]:
                 del slots[gone]
-        for remembered in (self._experiences, self._departures, self._arrivals):
+        for remembered in (self._experiences, self._departures, self._arrivals, self._shapes):
             for gone in [slot for slot in remembered if slot[0] not in models]:
                 del remembered[gone]
+
+    def _steady_shape(self, view: RoleView, now: float) -> RequestShape:
+        """Means of requests over as long as they stay alike: those of one window are of few requests, and what is
+        learned of their chance is wrong."""
+        levels = self._shapes.setdefault((view.model, view.role), {})
+        found: dict[str, Decimal] = {}
+        for name in SHAPE:
+            value = getattr(view.shape, name)
+            if value is not None:
+                level = levels.setdefault(name, Level())
+                level.observe(now, float(value), window=view.window)
+                found[name] = value if len(level.samples) == 1 else Decimal(repr(round(level.mean, 6)))
+        return RequestShape(**found)
 
     def _level(self, slot: tuple[str, Role, str]) -> Level:
         return self._levels.setdefault(slot, Level())

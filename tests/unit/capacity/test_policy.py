@@ -44,6 +44,17 @@ class TestConstantLoad:
         moved = {level: changes_after(self.history(level, settings(), 300), 900) for level in range(0, 50, 5)}
         assert {level: changes for level, changes in moved.items() if changes} == {}
 
+    @pytest.mark.parametrize("level", [10, 24, 38])
+    def test_an_hour_of_the_same_teaches_nothing_wrong(self, level: int) -> None:
+        """One operating point tells one equation of four costs; its noise, and what formulas leave out, none."""
+        target = LatencyTarget(ttft=0.5)
+        lab = Lab(rate=lambda now: 0.0, settings=settings(ttft_target=0.5), seed=level)
+        rate = (0.1 + 0.16 * level) * lab.capacity
+        lab.rate = lambda now: rate
+        lab.run(3600)
+        right, learned = lab.within(target)
+        assert learned == pytest.approx(right, rel=0.2)
+
     def test_what_is_kept_is_enough_and_not_much_more(self) -> None:
         for level in (10, 20, 30, 40):
             (*_, (_, target)) = self.history(level, settings())
@@ -222,6 +233,26 @@ class TestExperience:
         )  # fmt: skip
         experience.observe(changed, [], 120.0)
         assert experience.vote(changed, []) is None
+
+
+class TestShape:
+    def test_means_of_few_requests_are_taken_together_while_they_are_alike(self) -> None:
+        judge = Judge()
+        seen: list[RequestShape] = []
+
+        class Asked:
+            name = "saturation"
+
+            def report(self, asked: RoleView) -> NoReport:
+                seen.append(asked.shape)
+                return NoReport(self.name, "only looks", holds=False)
+
+        judge._analyzers["saturation"] = Asked()  # type: ignore[assignment]
+        for i, tokens in enumerate((1000, 1100, 900, 4000, 4100)):
+            shape = RequestShape(input_tokens=Decimal(tokens), output_tokens=None, hit_rate=Decimal(0))
+            judge.need(replace(view(0.3), shape=shape), settings(), now=60.0 * i, lead=60)
+        assert [shape.input_tokens for shape in seen] == [1000, 1050, 1000, 4000, 4050]
+        assert {shape.output_tokens for shape in seen} == {None}
 
 
 class TestSilence:

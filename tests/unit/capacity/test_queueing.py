@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from itertools import pairwise
@@ -153,18 +152,6 @@ class TestCalibration:
         )
         fit.observe([wild])
         assert fit.times.base == pytest.approx(before.base, rel=0.2)
-
-    def test_more_of_the_same_draws_no_cost_away(self) -> None:
-        """An hour at one load tells one point of a plane, and what the formulas leave out with it."""
-        rng = random.Random(5)
-        times, _ = times_of(L40S)
-        fit = Calibration()
-        for cycle in range(60):
-            fit.observe([self.seen(times, 1024, 256, 0.65, rng) for _ in range(10)])
-            if cycle == 4:
-                early = fit.times
-        for before, after in zip(dataclasses.astuple(early), dataclasses.astuple(fit.times), strict=True):
-            assert after == pytest.approx(before, rel=0.25)
 
     def test_what_says_nothing_is_not_counted(self) -> None:
         fit = Calibration()
