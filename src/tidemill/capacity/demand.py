@@ -37,6 +37,8 @@ class Level:
     _window: float = 0.0
     _provided: float = 0.0  # for this level; it does not fall while the level stays
     _since: float = 0.0  # when this level began
+    _sum: float = 0.0  # of the samples
+    _squares: float = 0.0  # of their successive differences
     _fell: bool = False  # the last sample was far below this level, which has stayed for long
 
     def observe(self, now: float, value: float, *, window: float) -> None:
@@ -48,16 +50,12 @@ class Level:
             return
         self._fell = False
         if another:
-            self.samples.clear()
-            self._provided = 0.0
-        if not self.samples:
-            self._since = now
+            self._begin()
         self._window = window
         self._recent.append((now, value))
         while len(self._recent) > IN_A_ROW and self._recent[2][0] <= now - window:
             del self._recent[0]
-        self.samples.append((now, value))
-        del self.samples[:-KEPT]
+        self._take(now, value)
 
     def dump(self) -> list[Any]:
         """The last samples: they tell the level, and what was provided stays."""
@@ -68,8 +66,9 @@ class Level:
 
     def load(self, state: list[Any]) -> None:
         provided, samples = state
-        self.samples = [(float(time), float(value)) for time, value in samples]
-        self._since = self.samples[0][0] if self.samples else 0.0
+        self._begin()
+        for time, value in samples:
+            self._take(float(time), float(value))
         self._recent = self.samples[-IN_A_ROW:]
         self._provided = float(provided)
 
@@ -94,13 +93,30 @@ class Level:
 
     @property
     def mean(self) -> float:
-        return sum(value for _, value in self.samples) / len(self.samples)
+        return self._sum / len(self.samples)
 
     @property
     def _deviation(self) -> float:
         """By successive differences (von Neumann 1941), so that a climb does not pass for noise."""
-        steps = [later - earlier for (_, earlier), (_, later) in pairwise(self.samples)]
-        return math.sqrt(sum(step**2 for step in steps) / max(1, 2 * len(steps)))
+        return math.sqrt(max(0.0, self._squares) / max(1, 2 * (len(self.samples) - 1)))
+
+    def _begin(self) -> None:
+        self.samples.clear()
+        self._sum = self._squares = self._provided = 0.0
+
+    def _take(self, now: float, value: float) -> None:
+        # Sums go along: to add up two hours of samples in each cycle would cost more than the decision.
+        if not self.samples:
+            self._since = now
+        else:
+            self._squares += (value - self.samples[-1][1]) ** 2
+        self.samples.append((now, value))
+        self._sum += value
+        if len(self.samples) > KEPT:
+            (_, first), (_, second) = self.samples[0], self.samples[1]
+            self._sum -= first
+            self._squares -= (second - first) ** 2
+            del self.samples[0]
 
     def _another(self, value: float) -> bool:
         mean, deviation = self.mean, self._deviation

@@ -20,6 +20,12 @@ from tidemill.capacity.view import EngineLoad, RequestShape, RoleView
 BOTH = (AnalyzerEntry(name="saturation"), AnalyzerEntry(name="throughput"))
 LATENCY = {"ttft_target": 0.6, "itl_target": 0.07, "target_percentile": 90.0}
 
+JUDGES = pytest.mark.parametrize(
+    "more",
+    [{}, {"analyzers": BOTH}, {"ttft_target": 0.5}, LATENCY],
+    ids=["tokens", "throughput", "ttft", "ttft and itl"],
+)
+
 
 class TestConstantLoad:
     """One simulated hour at each of 50 levels, from a tenth of what a replica can do to eight times as much."""
@@ -30,18 +36,17 @@ class TestConstantLoad:
         lab.rate = lambda now: rate
         return lab.run(3600)
 
-    @pytest.mark.parametrize(
-        "more",
-        [{}, {"analyzers": BOTH}, {"ttft_target": 0.5}, LATENCY],
-        ids=["tokens", "throughput", "ttft", "ttft and itl"],
-    )
+    @JUDGES
     def test_nothing_moves_after_five_minutes(self, more: dict[str, object]) -> None:
         moved = {level: changes_after(self.history(level, settings(**more)), 300) for level in range(50)}
         assert {level: changes for level, changes in moved.items() if changes} == {}
 
-    def test_rates_over_five_minutes_settle_within_three_times_as_long(self) -> None:
+    @JUDGES
+    def test_rates_over_five_minutes_settle_within_three_times_as_long(self, more: dict[str, object]) -> None:
         """As Prometheus gives them: the overload of the first minutes is in them until then."""
-        moved = {level: changes_after(self.history(level, settings(), 300), 900) for level in range(0, 50, 5)}
+        moved = {
+            level: changes_after(self.history(level, settings(**more), 300), 900) for level in range(0, 50, 5)
+        }
         assert {level: changes for level, changes in moved.items() if changes} == {}
 
     @pytest.mark.parametrize("level", [10, 24, 38])
