@@ -195,14 +195,14 @@ def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
 # Metadata is the same for many messages: that of an answer names the endpoint, and a gateway has few subsets.
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def text_in(metadata: bytes, namespace: str, name: str) -> str:
     """A text in serialised metadata; empty where there is none."""
     value = _value(metadata, namespace, name)
     return "" if value is None else value.string_value
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def addresses_in(metadata: bytes, namespace: str, name: str) -> tuple[str, ...] | None:
     """A list of addresses in serialised metadata, written as a list or with commas; None where there is none."""
     value = _value(metadata, namespace, name)
