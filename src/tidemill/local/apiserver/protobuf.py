@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from tidemill.api.wire import BYTES, NUMBER, field
 from tidemill.local.apiserver.status import StatusError, bad_request
 
 Json: TypeAlias = dict[str, Any]
@@ -80,40 +81,19 @@ def decode(body: bytes) -> Json:
                 "add --dry-run=client -o yaml and pipe it into kubectl apply -f -",
             )
         return {"apiVersion": api_version, "kind": kind, **_message(unknown.get(2, b""), known)}
-    except (IndexError, UnicodeDecodeError, TypeError) as error:
+    except (IndexError, TypeError, ValueError) as error:
         raise bad_request(f"the protobuf body is broken: {error}") from None
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-
-
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and raw values: integers for varints, bytes for everything with a length."""
+    """Field numbers and raw values: integers for numbers, bytes for everything with a length."""
     position = 0
     while position < len(data):
-        tag, position = _varint(data, position)
-        number, wire = tag >> 3, tag & 7
-        if wire == 0:
-            value, position = _varint(data, position)
-            yield number, value
-        elif wire == 2:
-            length, position = _varint(data, position)
-            if position + length > len(data):
-                raise IndexError("a field is longer than the body")
-            yield number, data[position : position + length]
-            position += length
-        elif wire in (1, 5):
-            position += 8 if wire == 1 else 4
-        else:
-            raise TypeError(f"wire type {wire} is not used by Kubernetes")
+        tag, start, position = field(data, position, len(data))
+        if tag & 7 == NUMBER:
+            yield tag >> 3, start
+        elif tag & 7 == BYTES:
+            yield tag >> 3, data[start:position]
 
 
 def _text(value: Any) -> str:
@@ -123,26 +103,26 @@ def _text(value: Any) -> str:
 def _message(data: bytes, known: Mapping[int, _Field]) -> Json:
     out: Json = {}
     for number, raw in _fields(data):
-        field = known.get(number)
-        if field is None:
+        found = known.get(number)
+        if found is None:
             continue
-        if field.type in ("map", "bytes-map"):
+        if found.type in ("map", "bytes-map"):
             entry = dict(_fields(raw))
             value = entry.get(2, b"")
-            text = _text(value) if field.type == "map" else base64.b64encode(value).decode()
-            out.setdefault(field.name, {})[_text(entry.get(1, b""))] = text
+            text = _text(value) if found.type == "map" else base64.b64encode(value).decode()
+            out.setdefault(found.name, {})[_text(entry.get(1, b""))] = text
             continue
         value: Any
-        if field.type == "message":
-            value = _message(raw, field.message or {})
-        elif field.type == "bool":
+        if found.type == "message":
+            value = _message(raw, found.message or {})
+        elif found.type == "bool":
             value = bool(raw)
-        elif field.type == "int":
+        elif found.type == "int":
             value = raw if raw < 2**63 else raw - 2**64
         else:
             value = _text(raw)
-        if field.repeated:
-            out.setdefault(field.name, []).append(value)
+        if found.repeated:
+            out.setdefault(found.name, []).append(value)
         elif value != "":
-            out[field.name] = value
+            out[found.name] = value
     return out

@@ -11,6 +11,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from tidemill.api.wire import BYTES, NUMBER, field
 from tidemill.picker.extproc.protos import Message, Metadata, ProcessingRequest
 
 # Fields of ProcessingRequest: what a message may be about, and what comes with it.
@@ -23,12 +24,6 @@ RESPONSE_TRAILERS: Final = 7
 _METADATA_CONTEXT: Final = 8
 _ATTRIBUTES: Final = 9
 _PROTOCOL_CONFIG: Final = 11
-
-# Wire types.
-_NUMBER: Final = 0
-_FIXED64: Final = 1
-_BYTES: Final = 2
-_FIXED32: Final = 5
 
 
 class Incoming:
@@ -70,8 +65,8 @@ def read(data: bytes) -> Incoming:
     position, end = 0, len(data)
     try:
         while position < end:
-            tag, start, position = _field(data, position, end)
-            if tag & 7 != _BYTES:
+            tag, start, position = field(data, position, end)
+            if tag & 7 != BYTES:
                 continue
             number = tag >> 3
             if number in (REQUEST_BODY, RESPONSE_BODY):
@@ -97,10 +92,10 @@ def _body(data: bytes, position: int, end: int) -> tuple[bytes, bool]:
     """HttpBody."""
     body, ends = b"", False
     while position < end:
-        tag, start, position = _field(data, position, end)
-        if tag == 1 << 3 | _BYTES:
+        tag, start, position = field(data, position, end)
+        if tag == 1 << 3 | BYTES:
             body = data[start:position]
-        elif tag == 2 << 3 | _NUMBER:
+        elif tag == 2 << 3 | NUMBER:
             ends = start != 0
     return body, ends
 
@@ -110,14 +105,14 @@ def _http_headers(data: bytes, position: int, end: int) -> tuple[dict[str, bytes
     headers: dict[str, bytes] = {}
     ends = False
     while position < end:
-        tag, start, position = _field(data, position, end)
-        if tag == 1 << 3 | _BYTES:
+        tag, start, position = field(data, position, end)
+        if tag == 1 << 3 | BYTES:
             within = start
             while within < position:
-                inner, start, within = _field(data, within, position)
-                if inner == 1 << 3 | _BYTES:
+                inner, start, within = field(data, within, position)
+                if inner == 1 << 3 | BYTES:
                     _header(data, start, within, headers)
-        elif tag == 3 << 3 | _NUMBER:
+        elif tag == 3 << 3 | NUMBER:
             ends = start != 0
     return headers, ends
 
@@ -126,12 +121,12 @@ def _header(data: bytes, position: int, end: int, into: dict[str, bytes]) -> Non
     """HeaderValue: its value is in one of two fields."""
     key, value, raw = "", b"", b""
     while position < end:
-        tag, start, position = _field(data, position, end)
-        if tag == 1 << 3 | _BYTES:
+        tag, start, position = field(data, position, end)
+        if tag == 1 << 3 | BYTES:
             key = data[start:position].decode()
-        elif tag == 2 << 3 | _BYTES:
+        elif tag == 2 << 3 | BYTES:
             value = data[start:position]
-        elif tag == 3 << 3 | _BYTES:
+        elif tag == 3 << 3 | BYTES:
             raw = data[start:position]
     into[key] = raw or value
 
@@ -140,56 +135,12 @@ def _modes(data: bytes, position: int, end: int) -> tuple[int, int]:
     """ProtocolConfiguration."""
     request = response = 0
     while position < end:
-        tag, value, position = _field(data, position, end)
-        if tag == 1 << 3 | _NUMBER:
+        tag, value, position = field(data, position, end)
+        if tag == 1 << 3 | NUMBER:
             request = value
-        elif tag == 2 << 3 | _NUMBER:
+        elif tag == 2 << 3 | NUMBER:
             response = value
     return request, response
-
-
-def _field(data: bytes, position: int, end: int) -> tuple[int, int, int]:
-    """The field at `position`: its tag; its number, or where its bytes begin; where the next field begins."""
-    tag = data[position]
-    position += 1
-    if tag >= 0x80:
-        tag, position = _varint(data, position - 1, end)
-    if not 0 < tag >> 3 < 1 << 29:
-        raise ValueError(f"field {tag >> 3}")
-    kind = tag & 7
-    if kind == _BYTES:
-        size = data[position]
-        position += 1
-        if size >= 0x80:
-            size, position = _varint(data, position - 1, end)
-        start = position
-        position += size
-    elif kind == _NUMBER:
-        start, position = _varint(data, position, end)
-    elif kind == _FIXED64:
-        start = position
-        position += 8
-    elif kind == _FIXED32:
-        start = position
-        position += 4
-    else:
-        raise ValueError(f"wire type {kind}")
-    if position > end:
-        raise ValueError("it is cut off")
-    return tag, start, position
-
-
-def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """The number at `position`, and where the next thing begins."""
-    value = shift = 0
-    while position < end and shift < 70:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise ValueError("a number is cut off or too long")
 
 
 # Metadata is the same for many messages: that of an answer names the endpoint, and a gateway has few subsets.
