@@ -25,6 +25,7 @@ Array = NDArray[np.float64]
 PRIOR = ServiceTimes(base=0.012, per_sequence=4e-5, per_context_token=8e-8, per_prompt_token=6e-5)
 """Between the fits of an 8B model on H100 and of a 70B model on A100: right within a factor of 3 for most."""
 ENOUGH = 3  # observations before a fit from that is trusted
+PATIENCE = 10  # cycles that bring only windows of no one state, until these have to do
 _PRIOR_SPREAD = 1.0  # standard deviation of a cost, as a multiple of itself
 _PRESET_SPREAD = 0.3  # of one that is published for this model and accelerator
 _DRIFT = 0.003  # of a cost a cycle
@@ -54,7 +55,8 @@ class Calibration:
 
     def __init__(self, preset: ServiceTimes | None = None) -> None:
         prior = preset or PRIOR
-        self.trusted = 0 if preset is not None else ENOUGH  # observations from which on it is to be relied on
+        self._trusted = 0 if preset is not None else ENOUGH  # observations
+        self._passed_over = 0  # cycles of which no window was of one state
         self._prior = np.array(
             [prior.base, prior.per_sequence, prior.per_context_token, prior.per_prompt_token], dtype=np.float64
         )
@@ -87,9 +89,20 @@ class Calibration:
         self.observations, self._state, self._covariance = int(observations), found, spread
         self._prior = units
 
-    def observe(self, cycle: Iterable[Observation]) -> None:
-        """Take the windows of one cycle into account, one for each engine."""
-        telling = [seen for seen in cycle if seen.itl > 0 and seen.decoding > 0]
+    @property
+    def known(self) -> bool:
+        """Whether the costs are to be relied on."""
+        return self.observations >= self._trusted
+
+    def observe(self, settled: Iterable[Observation], unsettled: Iterable[Observation] = ()) -> None:
+        """Take the windows of one cycle into account, one for each engine. Those over which a batch filled or
+        emptied are of no one state, and teach nothing; but where only such ones come, they have to do at first."""
+        telling = [seen for seen in settled if seen.itl > 0 and seen.decoding > 0]
+        if not telling and not self.known:
+            telling = [seen for seen in unsettled if seen.itl > 0 and seen.decoding > 0]
+            self._passed_over += bool(telling)
+            if self._passed_over <= PATIENCE:
+                return
         if telling:
             self._covariance += np.eye(4) * _DRIFT**2
         for seen in telling:

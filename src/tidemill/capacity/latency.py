@@ -47,7 +47,7 @@ class QueueingModelAnalyzer:
         for variant in view.variants:
             place = (view.model, variant.name)
             fit = self._fit(view, variant.name)
-            if fit.observations < fit.trusted or place not in self._kv_tokens:
+            if not fit.known or place not in self._kv_tokens:
                 continue
             tokens, engines = self._kv_tokens[place]
             model = ReplicaModel(
@@ -69,13 +69,19 @@ class QueueingModelAnalyzer:
             }
         demand = _demand(view)
         if not capacities:
-            unknown = f"fewer than {ENOUGH} windows with requests were seen: their times are not known yet"
             unreachable = "; ".join(impossible)
-            # What serves will be known soon: until then nobody else knows whether less would keep the target.
-            learning = any(_observation(engine, view) is not None for engine in view.engines)
+            serving = {engine.variant for engine in view.engines if engine.itl and engine.request_rate}
+            unsized = sorted(name for name in serving if (view.model, name) not in self._kv_tokens)
+            if unsized:
+                unknown = (
+                    f"the size of the KV cache is not known (vllm:cache_config_info) for {', '.join(unsized)}"
+                )
+            else:
+                unknown = f"fewer than {ENOUGH} windows with requests were seen: their times are not known yet"
             return NoReport(
-                self.name, unreachable or unknown, holds=learning and not unreachable, unreachable=unreachable,
-                demand=demand,
+                self.name, unreachable or unknown, unreachable=unreachable, demand=demand,
+                # What serves will be known soon: until then nobody else knows whether less would keep the target.
+                holds=len(serving) > len(unsized) and not unreachable,
             )  # fmt: skip
         if demand is None:
             return NoReport(self.name, "the rate of requests is not known for every engine", holds=False)
@@ -112,15 +118,14 @@ class QueueingModelAnalyzer:
 
     def _learn(self, view: RoleView) -> None:
         by_replica: dict[tuple[str, str], list[EngineLoad]] = {}
-        by_variant: dict[str, list[Observation]] = {}
+        by_variant: dict[str, tuple[list[Observation], list[Observation]]] = {}
         for engine in view.engines:
             by_replica.setdefault((engine.variant, engine.replica), []).append(engine)
-            if engine.replica_id in view.unsettled:
-                continue
             if (seen := _observation(engine, view)) is not None:
-                by_variant.setdefault(engine.variant, []).append(seen)
-        for variant, cycle in by_variant.items():
-            self._fit(view, variant).observe(cycle)
+                settled, unsettled = by_variant.setdefault(engine.variant, ([], []))
+                (unsettled if engine.replica_id in view.unsettled else settled).append(seen)
+        for variant, (settled, unsettled) in by_variant.items():
+            self._fit(view, variant).observe(settled, unsettled)
         for (variant, _), engines in by_replica.items():
             tokens = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
             if tokens and len(tokens) == len(engines):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.policy_lab import times_of
 
+from tidemill.capacity.calibration import ENOUGH, PATIENCE
 from tidemill.capacity.latency import QueueingModelAnalyzer
 from tidemill.capacity.queueing import LatencyTarget, ReplicaModel, Workload
 from tidemill.capacity.report import CapacityReport, NoReport
@@ -202,6 +203,22 @@ class TestLatency:
         assert isinstance(found, NoReport)
         assert "a cannot meet the target at any size" in found.reason
         assert "of 20 ms" in found.reason
+        assert not found.holds
+
+    def test_where_only_such_ones_come_they_have_to_do(self) -> None:
+        """Bursts, say: after ten cycles of holding on, their means are better than no say at all."""
+        analyzer = QueueingModelAnalyzer()
+        seen = self.serving(0.5)
+        bursts = replace(seen, unsettled=frozenset({seen.engines[0].replica_id}))
+        found = [analyzer.report(bursts) for _ in range(PATIENCE + ENOUGH)]
+        assert [isinstance(one, CapacityReport) for one in found] == [False] * (PATIENCE + ENOUGH - 1) + [True]
+
+    def test_an_engine_that_does_not_say_how_much_it_holds_is_named_and_holds_nothing_up(self) -> None:
+        seen = self.serving(0.5)
+        unsized = replace(seen, engines=(replace(seen.engines[0], kv_tokens=None),))
+        found = [QueueingModelAnalyzer().report(unsized) for _ in range(5)][-1]
+        assert isinstance(found, NoReport)
+        assert "vllm:cache_config_info) for a" in found.reason
         assert not found.holds
 
     def test_while_it_learns_from_what_serves_nothing_shrinks(self) -> None:
