@@ -37,9 +37,11 @@ class QueueingModelAnalyzer:
         shape = view.shape
         if shape.input_tokens is None or shape.output_tokens is None:
             return NoReport(self.name, "no request has finished yet, so their size is not known", holds=False)
+        cached = shape.input_tokens * (shape.hit_rate or ZERO)
         workload = Workload(
-            input_tokens=float(shape.input_tokens * (1 - (shape.hit_rate or ZERO))),
+            input_tokens=float(shape.input_tokens - cached),
             output_tokens=float(shape.output_tokens),
+            cached_tokens=float(cached),
         )
         capacities: dict[str, Decimal] = {}
         told: dict[str, str] = {}

@@ -56,11 +56,14 @@ class ServiceTimes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Mean tokens in (those found in a cache left out) and out, and the squared coefficient of variation of
-    both: 0 for equal lengths, 1 for exponential ones. Conversations of the public Azure trace have 0.5 to 0.6."""
+    both: 0 for equal lengths, 1 for exponential ones. Conversations of the public Azure trace have 0.5 to 0.6.
+    `cached_tokens` were found in a cache: nobody computes them, and many share their blocks, but each step reads
+    them as any other context."""
 
     input_tokens: float
     output_tokens: float
     variability: float = 0.5
+    cached_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class ReplicaModel:
         self.batch = max(1, min(max_sequences, int(root**2)))
         self._times = times
         self._workload = workload
-        self._context = context
+        self._context = context + workload.cached_tokens
         n = np.arange(1, self.batch + 1, dtype=np.float64)
         # Of the prompts that slow a request down, its own is none.
         others = (n - 1) / n

@@ -105,6 +105,17 @@ class TestReplicaModel:
         assert rates[0] > rates[2]
 
 
+def test_a_cached_prompt_is_not_computed_but_read_in_each_step() -> None:
+    """Half of the prompt found in a cache: more than with all of it to compute, less than with half a prompt."""
+    times, kv_tokens = times_of(L40S)
+
+    def most(computed: float, cached: float) -> float:
+        workload = Workload(input_tokens=computed, output_tokens=256, cached_tokens=cached)
+        return ReplicaModel(times, workload, kv_tokens=kv_tokens).largest_rate(LatencyTarget(ttft=0.5, itl=0.06))
+
+    assert most(2048, 0) < most(1024, 1024) < most(1024, 0)
+
+
 class TestCalibration:
     def seen(
         self, times: ServiceTimes, size_in: float, size_out: float, load: float, rng: random.Random
