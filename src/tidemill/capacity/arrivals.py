@@ -17,6 +17,7 @@ from typing import NamedTuple
 from tidemill.capacity.view import EngineLoad, ReplicaId
 
 SHORT = 60.0  # seconds over which growth is seen soon, whatever the window of the rates
+QUEUE = 1.0  # requests that may wait for the step under way to end
 CHANCE = 4.0  # standard deviations by which a batch may differ from itself
 
 
@@ -34,11 +35,13 @@ class Inside(NamedTuple):
 class Flow(NamedTuple):
     """`growth` is by how many requests a second those inside the engines become more. `unsettled` are replicas
     whose batch has filled or emptied during the window: means over it are of no one state. `filling` are those
-    that served before and whose batch has filled of late: what they hold is not all that they will."""
+    that served before and whose batch has filled of late: what they hold is not all that they will. `queued` are
+    those where requests waited for each other at some time in the window: first tokens tell of the queue then."""
 
     growth: float
     unsettled: frozenset[ReplicaId]
     filling: frozenset[ReplicaId]
+    queued: frozenset[ReplicaId]
 
 
 @dataclass(slots=True)
@@ -72,7 +75,10 @@ class Arrivals:
         self._looks.append((now, present))
         while len(self._looks) > 1 and self._looks[1][0] <= now - window:
             self._looks.popleft()
-        return Flow(growth, unsettled, filling)
+        queued = frozenset(
+            replica for _, look in self._looks for replica, inside in look.items() if inside.waiting > QUEUE
+        )
+        return Flow(growth, unsettled, filling, queued)
 
     def _look(self, until: float) -> tuple[float, Mapping[ReplicaId, Inside]]:
         """The latest that is at least so old, else the first one."""

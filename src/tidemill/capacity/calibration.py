@@ -42,12 +42,11 @@ class Observation:
     """Means of one engine over one window. Seconds, requests per second, tokens."""
 
     itl: float
-    ttft: float | None
+    ttft: float | None  # None also where a queue stood before the first tokens
     decoding: float
     context: float
     request_rate: float
     prompt_tokens: float  # that had to be computed, of one request
-    waiting: float
 
 
 class Calibration:
@@ -110,21 +109,22 @@ class Calibration:
 
     def _observe(self, seen: Observation) -> None:
         prompts = seen.request_rate * seen.prompt_tokens * seen.itl
-        self._update(
-            np.array([1.0, seen.decoding, seen.decoding * seen.context, prompts]), seen.itl, _ERROR * seen.itl
-        )
-        if seen.ttft is not None and not seen.waiting and seen.ttft > 1.5 * seen.itl:
+        # One equation of four costs: what it leaves out is the same at every look, and taken for chance again and
+        # again it would draw them away while nothing changes. (A first token is of one cost, and has its mean.)
+        row = np.array([1.0, seen.decoding, seen.decoding * seen.context, prompts])
+        self._update(row, seen.itl, _ERROR * seen.itl, off=_OFF)
+        if seen.ttft is not None and seen.ttft > 1.5 * seen.itl:
             own = seen.ttft - 1.5 * seen.itl
             self._update(np.array([0.0, 0.0, 0.0, seen.prompt_tokens]), own, _TTFT_ERROR * seen.ttft)
         self.observations += 1
 
-    def _update(self, factors: Array, value: float, error: float) -> None:
+    def _update(self, factors: Array, value: float, error: float, *, off: float = 0.0) -> None:
+        """Correct the costs by one observation. One that is known well enough already counts only when it is `off`
+        by so many errors."""
         row = factors * self._prior
         innovation = value - float(row @ self._state)
         known = float(row @ self._covariance @ row)
-        # What the formula leaves out is the same at every look: taken for chance again and again, it would draw
-        # costs away while nothing changes. So what is known well enough is learned anew only when it is off.
-        if known < (_CERTAIN * error) ** 2 and abs(innovation) < _OFF * error:
+        if known < (_CERTAIN * error) ** 2 and abs(innovation) < off * error:
             return
         variance = known + error**2
         # One wild window (a stall, a clock that jumped) must not undo a hundred good ones.

@@ -64,6 +64,7 @@ class Judge:
             departed=departures.observe(view.engines, now=now, window=view.rate_seconds),
             growth=flow.growth,
             unsettled=flow.unsettled,
+            queued=flow.queued,
             shape=self._steady_shape(view, now),
         )
         votes: list[CapacityReport] = []

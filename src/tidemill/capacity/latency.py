@@ -147,13 +147,12 @@ def _observation(engine: EngineLoad, view: RoleView) -> Observation | None:
     output = float(shape.output_tokens or 0)
     return Observation(
         itl=engine.itl,
-        ttft=engine.ttft,
+        ttft=None if engine.queue_length or engine.replica_id in view.queued else engine.ttft,
         # By Little's law over the same window as the rates; a gauge is one moment of it.
         decoding=engine.request_rate * max(0.0, output - 1) * engine.itl,
         context=float(shape.input_tokens) + output * 0.75,
         request_rate=engine.request_rate,
         prompt_tokens=float(shape.input_tokens * (1 - (shape.hit_rate or ZERO))),
-        waiting=float(engine.queue_length),
     )
 
 

@@ -81,7 +81,8 @@ class RoleView:
     their step times as published, where a preset was asked for; `shape` has the means over
     the role, the last known where there are none now. Rates are means over `rate_seconds`; `departed` are what
     replicas that have just left still stand for, `growth` by how many a second the requests inside the engines
-    become more, `unsettled` the replicas whose means are of no one state."""
+    become more, `unsettled` the replicas whose means are of no one state, `queued` those whose first tokens had a
+    queue before them."""
 
     model: str
     role: Role
@@ -93,6 +94,7 @@ class RoleView:
     departed: Rates = Rates()
     growth: float = 0.0
     unsettled: frozenset[ReplicaId] = frozenset()
+    queued: frozenset[ReplicaId] = frozenset()
     flags: Mapping[str, EngineFlags] = field(default_factory=dict)
     presets: Mapping[str, ServiceTimes] = field(default_factory=dict)
     thresholds: Thresholds = Thresholds()

@@ -205,6 +205,16 @@ class TestLatency:
         assert "of 20 ms" in found.reason
         assert not found.holds
 
+    def test_first_tokens_that_had_a_queue_before_them_teach_nothing(self) -> None:
+        """The window still holds what waited, though nothing waits any more."""
+        alone, behind = self.learned(), self.learned()
+        seen = self.serving(0.5)
+        slow = replace(seen, engines=(replace(seen.engines[0], ttft=9.0),))
+        for _ in range(3):
+            behind.report(replace(slow, queued=frozenset({seen.engines[0].replica_id})))
+            alone.report(replace(slow, engines=(replace(slow.engines[0], ttft=None),)))
+        assert behind.dump() == alone.dump()
+
     def test_where_only_such_ones_come_they_have_to_do(self) -> None:
         """Bursts, say: after ten cycles of holding on, their means are better than no say at all."""
         analyzer = QueueingModelAnalyzer()

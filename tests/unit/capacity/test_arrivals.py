@@ -61,6 +61,12 @@ class TestGrowth:
         assert found.filling == frozenset()
         assert found.unsettled == {("v", "a"), ("v", "c")}
 
+    def test_a_queue_is_remembered_for_as_long_as_it_is_in_the_means(self) -> None:
+        arrivals = Arrivals()
+        for now, waiting, queued in ((0, 1, False), (15, 20, True), (30, 0, True), (75, 0, True), (90, 0, False)):
+            found = arrivals.observe([engine("a", waiting=waiting)], now=now, window=60)
+            assert bool(found.queued) == queued
+
     @given(
         st.lists(
             st.tuples(st.integers(0, 40), st.lists(st.integers(0, 25), min_size=3, max_size=3)), min_size=5,

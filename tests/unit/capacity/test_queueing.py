@@ -133,7 +133,6 @@ class TestCalibration:
             context=size_in + 0.75 * size_out,
             request_rate=rate,
             prompt_tokens=size_in,
-            waiting=0,
         )
 
     @pytest.mark.parametrize("preset", ["llama-3.1-8b/l40s", "llama-3.1-8b/h100", "llama-3.1-70b/a100"])
@@ -158,16 +157,12 @@ class TestCalibration:
         for _ in range(40):
             fit.observe([self.seen(times, 1024, 256, rng.uniform(0.2, 0.8), rng)])
         before = fit.times
-        wild = Observation(
-            itl=5.0, ttft=30.0, decoding=20, context=1200, request_rate=2.0, prompt_tokens=1024, waiting=0
-        )
+        wild = Observation(itl=5.0, ttft=30.0, decoding=20, context=1200, request_rate=2.0, prompt_tokens=1024)
         fit.observe([wild])
         assert fit.times.base == pytest.approx(before.base, rel=0.2)
 
     def test_what_says_nothing_is_not_counted(self) -> None:
         fit = Calibration()
-        idle = Observation(
-            itl=0.0, ttft=None, decoding=0, context=1000, request_rate=0.0, prompt_tokens=1000, waiting=0
-        )
+        idle = Observation(itl=0.0, ttft=None, decoding=0, context=1000, request_rate=0.0, prompt_tokens=1000)
         fit.observe([idle])
         assert fit.observations == 0
