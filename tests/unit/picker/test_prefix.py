@@ -113,11 +113,17 @@ class TestP03:
         assert counts[rig.seat(A).row] == 2
 
 
-def test_affinity_is_credited_where_it_was_served(rig: Rig) -> None:
+@pytest.mark.parametrize("said_by", ["metadata", "attribute"])
+def test_affinity_is_credited_where_it_was_served(rig: Rig, said_by: str) -> None:
     """The gateway went on to the second endpoint of the list."""
+    headers = response_headers(served=B if said_by == "metadata" else "")
+    if said_by == "attribute":
+        fields = headers.attributes["envoy.filters.http.ext_proc"].fields
+        fields["upstream.address_of_another"].string_value = A
+        fields["upstream.address"].string_value = B
     talk = rig.ask(*post("/v1/completions", {"model": "m", "prompt": TOKENS}, subset=[A]))
     assert rig.in_flight(A)[0] == 1
-    talk.send(response_headers(served=B))
+    talk.send(headers)
     assert (rig.in_flight(A)[0], rig.in_flight(B)[0]) == (0, 1)
     talk.send(response_body(b"{}", eos=True))
     assert rig.total_in_flight() == (0, 0)

@@ -213,7 +213,7 @@ class Exchange:
         self._headers = Headers(raw)
         if not _FORBIDDEN.isdisjoint(raw):
             self._remove = tuple([name for name in messages.CLIENT_MAY_NOT_SEND if name in raw])
-        self._pool = self._info.metadata.get(POOL_METADATA, "") or message.attribute(POOL_ATTRIBUTE)
+        self._pool = self._info.metadata.get(POOL_METADATA, "") or _pool_attribute(message)
         self._look_at_metadata(message)
         self.state = _BODY
         if message.ends:
@@ -372,4 +372,9 @@ class Exchange:
 def _served(message: Incoming) -> str:
     """Who answered: by the protocol's metadata, else by the attribute that Envoy itself can send."""
     said = incoming.text_in(message.metadata, messages.METADATA, messages.SERVED) if message.metadata else ""
-    return said or message.attribute(SERVED_ATTRIBUTE)
+    return said or next((text for name, text in message.attributes() if name == SERVED_ATTRIBUTE), "")
+
+
+def _pool_attribute(message: Incoming) -> str:
+    """What an attribute that the gateway was told to send says of the pool."""
+    return next((text for name, text in message.attributes() if POOL_ATTRIBUTE in name and text), "")

@@ -43,19 +43,15 @@ class Incoming:
         self.has_attributes = False
         self.modes: tuple[int, int] | None = None
 
-    def attribute(self, name: str) -> str:
-        """The text of the first attribute whose expression contains `name`."""
+    def attributes(self) -> list[tuple[str, str]]:
+        """Expression and text of each attribute; empty where it is no text."""
         if not self.has_attributes:
-            return ""
+            return []
         try:
             spaces = ProcessingRequest.FromString(self._data).attributes.values()
         except DecodeError as error:
             raise ValueError(f"not a ProcessingRequest: {error}") from None
-        for space in spaces:
-            for expression, value in space.fields.items():
-                if name in expression and value.string_value:
-                    return value.string_value
-        return ""
+        return [(expression, value.string_value) for space in spaces for expression, value in space.fields.items()]
 
 
 def read(data: bytes) -> Incoming:
