@@ -112,8 +112,12 @@ async def test_every_form_of_an_answer(way: str) -> None:
             await eventually(lambda: exporter.asked > 5)
             assert waiting(rig, address) == 2
             assert exporter.paths == {"/metrics"}
-            # One connection is kept for all questions, unless the server ends it.
-            assert exporter.accepted == (exporter.asked if way == "close" else 1)
+            # One connection is kept for all questions, unless the server ends it. (The next one may be
+            # accepted before its question is read.)
+            if way == "close":
+                assert exporter.accepted - exporter.asked in (0, 1)
+            else:
+                assert exporter.accepted == 1
 
 
 @pytest.mark.parametrize(
