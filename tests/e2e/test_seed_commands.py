@@ -79,7 +79,7 @@ async def test_va_not_responding_to_deployment(installed: LocalCluster, kubectl:
 
     await eventually(lambda: ready("False"))
     await installed.client.create(DEPLOYMENTS, model_deployment(), NAMESPACE)
-    await eventually(lambda: ready("True"), within=1.5)
+    await eventually(lambda: ready("True"), within=5)
 
     ns = ("-n", NAMESPACE)
     target = await kubectl("get", "va", "llama-8b-autoscaler", *ns, "-o", "jsonpath={.spec.scaleTargetRef.name}")
@@ -224,7 +224,7 @@ async def test_metrics_not_available(installed: LocalCluster, kubectl: Kubectl) 
         text = await kubectl(*events, check=False)
         return text if "ServiceMonitorDeleted" in text else ""
 
-    text = await eventually(told, within=5)
+    text = await eventually(told)
     assert re.search(r"Warning\s+ServiceMonitorDeleted\s+servicemonitor/" + name, text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -446,13 +445,12 @@ class TestFromZero:
         async with serving(app) as url, running(fleet.client, picker_metrics=(f"{url}/metrics",)) as harness:
             await harness.caught_up()
             assert await self.replicas(fleet, "a") == [0]
-            waiting, begun = 1.0, time.monotonic()
+            waiting = 1.0
 
             async def woken() -> bool:
                 return await self.replicas(fleet, "a") == [1]
 
-            await eventually(woken, within=5)
-            assert time.monotonic() - begun < 2  # a generous bound of one second on a busy machine
+            await eventually(woken, within=5)  # a second on an idle machine; the next pass is 60 s away
             await harness.cycle()
             assert harness.desired("va-a") == 1
 

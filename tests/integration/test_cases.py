@@ -408,7 +408,7 @@ class TestManagedScalers:
     async def test_it_is_decided_for_at_once(self, fleet: Fleet, harness: Harness) -> None:
         await fleet.deployment("dep", 2)
         await fleet.hpa("hpa", "dep")
-        await eventually(lambda: harness.desired("hpa") == 2, within=1.0)
+        await eventually(lambda: harness.desired("hpa") == 2, within=5)
 
     @pytest.mark.usefixtures("keda")
     async def test_a_scaled_object_wins_over_an_hpa(self, wva: LocalCluster, fleet: Fleet) -> None:
@@ -695,7 +695,7 @@ async def test_w1_a_crd_that_refuses_partial_and_empty_allocations(api_only: Loc
             status = await fleet.status("va")
             return "desiredOptimizedAlloc" not in status and bool(status.get("conditions"))
 
-        await eventually(cleared, within=2)
+        await eventually(cleared, within=5)
 
 
 class TestRestart:

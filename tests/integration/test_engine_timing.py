@@ -20,16 +20,19 @@ async def test_each_interval_and_each_variant_each_pass(wva: LocalCluster, fleet
     await fleet.variant("va", "dep")
     async with running(wva.client, overrides={"GLOBAL_OPT_INTERVAL": "1s"}) as harness:
         await harness.settle()
-        before, reconciled = cycles(harness), harness.reconciles
-        await asyncio.sleep(3.2)
-        assert 3 <= cycles(harness) - before <= 4
-        assert 3 <= harness.reconciles - reconciled <= 4
+        clock = asyncio.get_running_loop().time
+        begun, before, reconciled = clock(), cycles(harness), harness.reconciles
+        await eventually(lambda: cycles(harness) >= before + 3 and harness.reconciles >= reconciled + 3)
+        passed = cycles(harness) - before
+        # One may have been due already; a late one is not made up for.
+        assert passed <= clock() - begun + 1
+        assert harness.reconciles - reconciled <= passed + 1  # a cycle is counted at its end
 
 
 async def test_a_shorter_interval_counts_at_once(fleet: Fleet, harness: Harness) -> None:
     before = cycles(harness)
     await fleet.config_map("wva-manager-config", {"GLOBAL_OPT_INTERVAL": "1s"})
-    await eventually(lambda: cycles(harness) >= before + 2, within=5)
+    await eventually(lambda: cycles(harness) >= before + 2)
 
 
 async def test_a_longer_interval_runs_no_cycle(wva: LocalCluster, fleet: Fleet) -> None:
@@ -59,5 +62,5 @@ async def test_a_cycle_that_fails_is_followed_by_another(wva: LocalCluster) -> N
 
     source = Broken()
     async with running(wva.client, source=source, overrides={"GLOBAL_OPT_INTERVAL": "1s"}) as harness:
-        await eventually(lambda: source.asked >= 3, within=6)
+        await eventually(lambda: source.asked >= 3)
         assert 'wva_errors_total{component="engine",error_type="CycleFailed"}' in harness.series()

@@ -32,12 +32,12 @@ async def test_one_leads_and_hands_over_on_the_way_out(api_only: LocalCluster) -
     waiting = asyncio.create_task(second.run(lead_for_ever))
     await asyncio.sleep(0.5)
     assert not second.is_leader
-    started = asyncio.get_running_loop().time()
     leading.cancel()
     await asyncio.gather(leading, return_exceptions=True)
+    # Released, not left to expire: nobody's, or the other's already.
+    lease = await api_only.client.get(LEASES, "lock", "default")
+    assert lease["spec"]["holderIdentity"] in ("", "two")
     await eventually(lambda: second.is_leader)
-    # Released, not expired: quicker than the lease duration.
-    assert asyncio.get_running_loop().time() - started < 1.4
     lease = await api_only.client.get(LEASES, "lock", "default")
     assert lease["spec"]["holderIdentity"] == "two"
     assert lease["spec"]["leaseTransitions"] == 1
