@@ -8,22 +8,21 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import structlog
 
+from tests.definitions import define
+from tests.elsewhere import KUBECONFIG, Elsewhere, elsewhere
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.kube.client import KubeClient
-from tidemill.kube.resources import NAMESPACES, Json, Resource
+from tidemill.kube.errors import AlreadyExistsError
+from tidemill.kube.resources import NAMESPACES, Json
 from tidemill.local.cluster import LocalCluster
-
-CRDS = Resource(
-    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,29 +69,6 @@ def free_port(following: int = 0) -> int:
                 return ports[0]
 
 
-async def eventually(
-    check: Callable[[], object] | Callable[[], Awaitable[object]], *, within: float = 10.0
-) -> object:
-    """Poll `check` until it gives something true; its last word is in the failure.
-
-    For state that changes in another process or behind a socket, where there is no event to await.
-    """
-    deadline = asyncio.get_running_loop().time() + within
-    while True:
-        try:
-            found = check()
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return found
-            last: object = found
-        except AssertionError as error:
-            last = error
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"not within {within:g}s: {last!r}")
-        await asyncio.sleep(0.02)
-
-
 @dataclass
 class Kubectl:
     """The real kubectl, pointed at a cluster."""
@@ -120,17 +96,30 @@ class Kubectl:
 
 
 @pytest.fixture
-async def api_only() -> AsyncIterator[LocalCluster]:
-    """A local API server without controllers or runner."""
-    async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:
+async def api_only(tmp_path: Path) -> AsyncIterator[LocalCluster | Elsewhere]:
+    """An API server without controllers or runner."""
+    async with _api_server(tmp_path) as cluster:
         yield cluster
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[LocalCluster | Elsewhere]:
+    """The same with roles that are enforced."""
+    async with _api_server(tmp_path, authorize=True) as cluster:
+        yield cluster
+
+
+def _api_server(directory: Path, **options: bool) -> AbstractAsyncContextManager[LocalCluster | Elsewhere]:
+    if KUBECONFIG:
+        return elsewhere(directory)
+    return LocalCluster(workloads=False, bookmark_seconds=0.2, **options)
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[LocalCluster]:
     """A whole local cluster with the VariantAutoscaling CRD."""
     async with LocalCluster(bookmark_seconds=0.5) as local:
-        await local.client.create(CRDS, variant_autoscaling_crd())
+        await define(local.client, variant_autoscaling_crd())
         yield local
 
 
@@ -141,4 +130,9 @@ def kubectl(cluster: LocalCluster) -> Kubectl:
 
 async def create_namespace(client: KubeClient, name: str, **metadata: object) -> Json:
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, **metadata}}
-    return await client.create(NAMESPACES, body)
+    try:
+        return await client.create(NAMESPACES, body)
+    except AlreadyExistsError:  # by an earlier test on a server that goes on
+        return await client.patch(
+            NAMESPACES, name, {"metadata": {"labels": None, "annotations": None, **metadata}}
+        )

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.conftest import create_namespace
+from tests.elsewhere import KUBECONFIG
 from tidemill.kube.client import KubeClient
 from tidemill.kube.resources import NAMESPACES
 from tidemill.local.cluster import LocalCluster
 
-OTHER = os.environ.get("CONTRACT_KUBECONFIG")
-
 
 @pytest.fixture
 async def api() -> AsyncIterator[KubeClient]:
-    if OTHER:
-        async with await KubeClient.connect(OTHER) as client:
+    if KUBECONFIG:
+        async with await KubeClient.connect(KUBECONFIG) as client:
             yield client
     else:
         async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:

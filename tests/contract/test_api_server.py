@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 
-from tests.conftest import CRDS, eventually
-from tests.contract.conftest import OTHER
+from tests.definitions import CRDS, define, defined, is_gone, plain_crd
+from tests.elsewhere import KUBECONFIG
+from tests.polling import eventually
 from tidemill.api.crd import variant_autoscaling_crd
+from tidemill.api.inference_crd import inference_crds
+from tidemill.cli.doctor.fleet import SERVICES
 from tidemill.kube.client import KubeClient, PatchType, WatchEvent
 from tidemill.kube.errors import (
     AlreadyExistsError,
@@ -23,12 +26,14 @@ from tidemill.kube.errors import (
 from tidemill.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
+    HORIZONTAL_POD_AUTOSCALERS,
     NAMESPACES,
     PODS,
     REPLICA_SETS,
     Json,
     Resource,
 )
+from tidemill.local.controllers.leaderworkerset import leader_worker_set_crd
 
 
 def config_map(name: str, data: dict[str, str] | None = None, **metadata: object) -> Json:
@@ -52,7 +57,90 @@ def deployment(name: str, replicas: int = 1) -> Json:
     }
 
 
+POD_SPEC: Json = {"containers": [{"name": "main", "image": "none"}]}
+TARGET: Json = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}
+NO_IMAGE: Json = {"containers": [{"name": "main"}]}
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("resource", "body", "words"),
+        [
+            (PODS, {"spec": NO_IMAGE}, r"spec.containers\[0\].image: Required value"),
+            (PODS, {"spec": {"containers": []}}, r"spec.containers: Required value"),
+            (SERVICES, {"spec": {"selector": {"a": "b"}}}, r"spec.ports: Required value"),
+            (
+                HORIZONTAL_POD_AUTOSCALERS,
+                {
+                    "spec": {
+                        "scaleTargetRef": {"kind": "Deployment", "name": "d"},
+                        "minReplicas": -1,
+                        "maxReplicas": 2,
+                    }
+                },
+                r"spec.minReplicas: Invalid value: -1: must be greater than or equal to",
+            ),
+            (
+                HORIZONTAL_POD_AUTOSCALERS,
+                {
+                    "spec": {
+                        "scaleTargetRef": {"kind": "Deployment", "name": "d"},
+                        "minReplicas": 0,
+                        "maxReplicas": 2,
+                    }
+                },
+                r"must specify at least one Object or External metric to support scaling to zero replicas",
+            ),
+        ],
+    )
+    async def test_objects(
+        self, api: KubeClient, namespace: str, resource: Resource, body: Json, words: str
+    ) -> None:
+        with pytest.raises(InvalidError, match=words):
+            await api.create(resource, {"metadata": {"name": "x"}, **body}, namespace)
+
+    async def test_a_template_without_an_image(self, api: KubeClient, namespace: str) -> None:
+        body = deployment("x")
+        del body["spec"]["template"]["spec"]["containers"][0]["image"]
+        with pytest.raises(InvalidError, match=r"spec.template.spec.containers\[0\].image: Required value"):
+            await api.create(DEPLOYMENTS, body, namespace)
+
+    async def test_binary_data_that_is_no_base64(self, api: KubeClient, namespace: str) -> None:
+        body = {"metadata": {"name": "x"}, "binaryData": {"k": "!"}}
+        with pytest.raises(ApiError, match="illegal base64 data") as caught:
+            await api.create(CONFIG_MAPS, body, namespace)
+        assert caught.value.code == 400
+
+    async def test_a_pod_stays_as_it_was_made(self, api: KubeClient, namespace: str) -> None:
+        await api.create(PODS, {"metadata": {"name": "x"}, "spec": POD_SPEC}, namespace)
+        container = {**POD_SPEC["containers"][0], "image": "other"}
+        await api.patch(PODS, "x", {"spec": {"containers": [container]}}, namespace)
+        other = {"containers": [{**container, "args": ["--other"]}]}
+        with pytest.raises(InvalidError, match="pod updates may not change fields other than"):
+            await api.patch(PODS, "x", {"spec": other}, namespace)
+        with pytest.raises(InvalidError, match="pod updates may not change fields other than"):
+            await api.patch(PODS, "x", {"spec": {"nodeSelector": {"a": "b"}}}, namespace)
+
+    async def test_a_custom_resource_in_a_group_of_kubernetes(self, api: KubeClient) -> None:
+        crd = plain_crd("test.tidemill.k8s.io", "v1", "widgets", "Widget")
+        del crd["metadata"]["annotations"]
+        with pytest.raises(InvalidError, match=r"annotations\[api-approved.kubernetes.io\]: Required value"):
+            await api.create(CRDS, crd)
+
+
+@pytest.mark.parametrize("crd", [*inference_crds(), leader_worker_set_crd()], ids=lambda c: c["metadata"]["name"])
+async def test_the_custom_resources_that_the_command_prints_are_taken(api: KubeClient, crd: Json) -> None:
+    async with defined(api, crd):
+        pass
+
+
 class TestObjects:
+    async def test_a_list_says_once_what_is_in_it(self, api: KubeClient, namespace: str) -> None:
+        await api.create(CONFIG_MAPS, config_map("a"), namespace)
+        listed = orjson.loads(await api.get_raw(CONFIG_MAPS.path(namespace)))
+        assert (listed["apiVersion"], listed["kind"]) == ("v1", "ConfigMapList")
+        assert all("kind" not in item and "apiVersion" not in item for item in listed["items"])
+
     async def test_create_fills_in_what_the_server_owns(self, api: KubeClient, namespace: str) -> None:
         made = await api.create(CONFIG_MAPS, config_map("a", {"k": "v"}), namespace)
         metadata = made["metadata"]
@@ -317,7 +405,7 @@ class TestWatch:
         events = await collect(self.watch(api, namespace, start, label_selector="on=1"), 3)
         assert [e.type for e in events] == ["ADDED", "DELETED", "ADDED"]
 
-    @pytest.mark.skipif(OTHER is not None, reason="a server may send bookmarks when it likes, or none")
+    @pytest.mark.skipif(KUBECONFIG is not None, reason="a server may send bookmarks when it likes, or none")
     async def test_bookmarks_carry_the_version_on(self, api: KubeClient, namespace: str) -> None:
         start = (await api.list(CONFIG_MAPS, namespace)).resource_version
         await api.create(CONFIG_MAPS, config_map("other"), "default")
@@ -343,17 +431,10 @@ class TestOwnership:
         await api.create(CONFIG_MAPS, config_map("child", ownerReferences=[link]), namespace)
         return owner
 
-    async def is_gone(self, api: KubeClient, namespace: str, name: str) -> bool:
-        try:
-            await api.get(CONFIG_MAPS, name, namespace)
-        except NotFoundError:
-            return True
-        return False
-
     async def test_dependents_follow_their_owner(self, api: KubeClient, namespace: str) -> None:
         await self.owned(api, namespace)
         await api.delete(CONFIG_MAPS, "owner", namespace)
-        await eventually(lambda: self.is_gone(api, namespace, "child"))
+        await eventually(lambda: is_gone(api, CONFIG_MAPS, "child", namespace))
 
     async def test_foreground_waits_for_the_dependents(self, api: KubeClient, namespace: str) -> None:
         await self.owned(api, namespace, blockOwnerDeletion=True)
@@ -362,12 +443,12 @@ class TestOwnership:
         held = await api.get(CONFIG_MAPS, "owner", namespace)
         assert held["metadata"]["finalizers"] == ["foregroundDeletion"]
         await api.patch(CONFIG_MAPS, "child", {"metadata": {"finalizers": None}}, namespace)
-        await eventually(lambda: self.is_gone(api, namespace, "owner"))
+        await eventually(lambda: is_gone(api, CONFIG_MAPS, "owner", namespace))
 
     async def test_orphans_stay(self, api: KubeClient, namespace: str) -> None:
         await self.owned(api, namespace)
         await api._json("DELETE", CONFIG_MAPS.path(namespace, "owner"), body={"propagationPolicy": "Orphan"})
-        await eventually(lambda: self.is_gone(api, namespace, "owner"))
+        await eventually(lambda: is_gone(api, CONFIG_MAPS, "owner", namespace))
         child = await api.get(CONFIG_MAPS, "child", namespace)
         assert not child["metadata"].get("ownerReferences")
 
@@ -380,8 +461,8 @@ class TestOwnership:
             "uid": "11111111-2222-3333-4444-555555555555",
         }
         await api.create(CONFIG_MAPS, config_map("child", ownerReferences=[stranger]), namespace)
-        await eventually(lambda: self.is_gone(api, namespace, "child"))
-        assert not await self.is_gone(api, namespace, "owner")
+        await eventually(lambda: is_gone(api, CONFIG_MAPS, "child", namespace))
+        assert not await is_gone(api, CONFIG_MAPS, "owner", namespace)
 
     async def test_a_namespace_takes_its_content_along(self, api: KubeClient, namespace: str) -> None:
         name = f"{namespace}-x"
@@ -393,15 +474,7 @@ class TestOwnership:
         with pytest.raises(ApiError, match="being terminated"):
             await api.create(CONFIG_MAPS, config_map("late"), name)
         await api.patch(CONFIG_MAPS, "held", {"metadata": {"finalizers": None}}, name)
-
-        async def gone() -> bool:
-            try:
-                await api.get(NAMESPACES, name)
-            except NotFoundError:
-                return True
-            return False
-
-        await eventually(gone)
+        await eventually(lambda: is_gone(api, NAMESPACES, name), within=30)
 
 
 def widget_crd() -> Json:
@@ -440,26 +513,6 @@ def widget_crd() -> Json:
 
 
 WIDGETS = Resource("test.tidemill.dev", "v1", "widgets", "Widget")
-
-
-@asynccontextmanager
-async def defined(api: KubeClient, crd: Json) -> AsyncIterator[None]:
-    """With a custom resource, which is gone afterwards: a server takes its time, and the next one has its name."""
-    await api.create(CRDS, crd)
-    try:
-        yield
-    finally:
-        name = crd["metadata"]["name"]
-        await api.delete(CRDS, name)
-
-        async def gone() -> bool:
-            try:
-                await api.get(CRDS, name)
-            except NotFoundError:
-                return True
-            return False
-
-        await eventually(gone, within=30)
 
 
 async def creates(api: KubeClient, resource: Resource, body: Json, namespace: str) -> bool:
@@ -532,7 +585,7 @@ class TestCustomResources:
         assert caught.value.code == 415
 
     async def test_a_crd_that_goes_takes_its_objects_along(self, api: KubeClient, namespace: str) -> None:
-        await api.create(CRDS, widget_crd())
+        await define(api, widget_crd())
         await eventually(lambda: creates(api, WIDGETS, self.widget(size=1), namespace))
         await api.delete(CRDS, "widgets.test.tidemill.dev")
 

@@ -15,15 +15,16 @@ import grpc.aio
 import pytest
 import yaml
 
-from tests.conftest import CRDS, create_namespace, eventually, free_port
-from tests.contract.conftest import OTHER
+from tests.conftest import create_namespace, free_port
+from tests.definitions import define, plain_crd
+from tests.elsewhere import KUBECONFIG
 from tests.integration import test_external_metrics as ours
-from tests.integration.fleet import SCALE, Fleet, Harness, plain_crd, running
+from tests.integration.fleet import SCALE, Fleet, Harness, running
 from tests.integration.test_keda_scaler import Keda
+from tests.polling import eventually
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import SCALED_OBJECTS, VARIANT_AUTOSCALINGS
-from tidemill.cli.doctor.fleet import API_SERVICES, SERVICES
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.errors import AlreadyExistsError, NotFoundError
@@ -38,17 +39,13 @@ EXACT = {"tolerance": "0", "stabilizationWindowSeconds": 0}
 @pytest.fixture
 async def fleet(api: KubeClient) -> AsyncIterator[Fleet]:
     keda = plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
-    for make in (
-        api.create(CRDS, variant_autoscaling_crd()), api.create(CRDS, keda),
-        create_namespace(api, DEFAULT_NAMESPACE),
-    ):  # fmt: skip
-        with suppress(AlreadyExistsError):
-            await make
+    await define(api, variant_autoscaling_crd(), keda)
+    with suppress(AlreadyExistsError):
+        await create_namespace(api, DEFAULT_NAMESPACE)
     name = f"fleet-{uuid.uuid4().hex[:8]}"
     await create_namespace(api, name)
     fleet = Fleet(api, name)
-    await eventually(lambda: _served(fleet), within=30)
-    controllers = [] if OTHER else [
+    controllers = [] if KUBECONFIG else [
         DeploymentController(api, now=utc_now), ReplicaSetController(api),
         HorizontalPodAutoscalerController(api, now=utc_now, period=0.5),
     ]  # fmt: skip
@@ -58,16 +55,6 @@ async def fleet(api: KubeClient) -> AsyncIterator[Fleet]:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _served(fleet: Fleet) -> bool:
-    """A CRD is served a moment after it was made."""
-    try:
-        await fleet.client.list(SCALED_OBJECTS, fleet.namespace)
-        await fleet.status("nobody")
-    except NotFoundError as error:
-        return "nobody" in str(error)
-    return True
 
 
 class Kubelet:
@@ -186,31 +173,10 @@ async def test_load_rises_and_falls_and_an_hpa_follows_through_our_api(fleet: Fl
     await fleet.variant("va", "dep")
     hpa: Json = ours.TestHpa().hpa(scaleUp=EXACT, scaleDown=EXACT)
     options = {"watch_namespace": fleet.namespace, "external_metrics_address": f"127.0.0.1:{port}"}
-    async with kubelet(), running(fleet.client, **options) as harness, registered(fleet.client, port):
+    async with kubelet(), running(fleet.client, **options) as harness, ours.registered(fleet.client, port):
         await fleet.client.create(HORIZONTAL_POD_AUTOSCALERS, hpa, fleet.namespace)
         await until(fleet, harness, kubelet, 0.95, 3)
         await until(fleet, harness, kubelet, 0.05, 1)
-
-
-@asynccontextmanager
-async def registered(client: KubeClient, port: int) -> AsyncIterator[None]:
-    """The test's process as the server of external.metrics.k8s.io: outside of the cluster, by a host's name."""
-    spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
-    await client.create(SERVICES, {"metadata": {"name": "wva-external"}, "spec": spec}, DEFAULT_NAMESPACE)
-    service = {"namespace": DEFAULT_NAMESPACE, "name": "wva-external", "port": port}
-    api_service = {
-        "metadata": {"name": "v1beta1.external.metrics.k8s.io"},
-        "spec": {
-            "group": "external.metrics.k8s.io", "version": "v1beta1", "insecureSkipTLSVerify": True,
-            "groupPriorityMinimum": 100, "versionPriority": 100, "service": service,
-        },
-    }  # fmt: skip
-    await client.create(API_SERVICES, api_service)
-    try:
-        yield
-    finally:
-        await client.delete(API_SERVICES, "v1beta1.external.metrics.k8s.io")
-        await client.delete(SERVICES, "wva-external", DEFAULT_NAMESPACE)
 
 
 OF_A_WVA_USER = """
@@ -307,7 +273,7 @@ async def test_what_a_user_of_wva_has_works_as_it_is(fleet: Fleet) -> None:
         r.kind: r for r in (CONFIG_MAPS, DEPLOYMENTS, VARIANT_AUTOSCALINGS, HORIZONTAL_POD_AUTOSCALERS)
     }  # fmt: skip
     options = {"watch_namespace": fleet.namespace, "external_metrics_address": f"127.0.0.1:{port}"}
-    async with kubelet(), running(fleet.client, **options) as harness, registered(fleet.client, port):
+    async with kubelet(), running(fleet.client, **options) as harness, ours.registered(fleet.client, port):
         for obj in yaml.safe_load_all(OF_A_WVA_USER.replace("NAMESPACE", fleet.namespace)):
             await fleet.client.create(kinds[obj["kind"]], obj, fleet.namespace)
         await until(fleet, harness, kubelet, 0.55, 3)  # full by the map, with room by the default

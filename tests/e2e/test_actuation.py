@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.conftest import eventually, program
+from tests.conftest import program
 from tests.e2e.test_capacity import NAME, NAMESPACE, Scene, overload, scene, variant
+from tests.polling import eventually
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.cli.demo import manifests

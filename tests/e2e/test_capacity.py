@@ -22,7 +22,9 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from tests.conftest import CRDS, eventually, program
+from tests.conftest import program
+from tests.definitions import define
+from tests.polling import eventually
 
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.inference_crd import inference_crds
@@ -79,8 +81,7 @@ class Scene:
 async def scene(directory: Path, *, hpa_seconds: float = 15.0, authorize: bool = False) -> AsyncIterator[Scene]:
     program("envoy")
     async with LocalCluster(hpa_seconds=hpa_seconds, authorize=authorize) as cluster:
-        for crd in (variant_autoscaling_crd(), *inference_crds()):
-            await cluster.client.create(CRDS, crd)
+        await define(cluster.client, variant_autoscaling_crd(), *inference_crds())
         pods: Informer[PodView] = Informer(cluster.client, PODS, decode=pod_view)
         watching = asyncio.create_task(pods.run())
         try:

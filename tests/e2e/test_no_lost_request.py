@@ -11,7 +11,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.conftest import CRDS, eventually, program
+from tests.conftest import program
+from tests.definitions import define
+from tests.polling import eventually
 
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.inference_crd import inference_crds
@@ -109,8 +111,7 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
     program("envoy")
     async with LocalCluster(bookmark_seconds=0.5) as cluster:
         client = cluster.client
-        for crd in (variant_autoscaling_crd(), *inference_crds()):
-            await client.create(CRDS, crd)
+        await define(client, variant_autoscaling_crd(), *inference_crds())
         for resource, namespace, body in [*manifests.variants(), *manifests.picker()]:
             await client.create(resource, body, namespace)
         for name in manifests.VARIANTS:

@@ -11,9 +11,10 @@ from typing import Any
 import orjson
 import pytest
 import yaml
-from tests.conftest import CRDS, Kubectl, create_namespace, eventually, program
-from tests.integration.fleet import plain_crd
+from tests.conftest import Kubectl, create_namespace, program
+from tests.definitions import define, plain_crd
 from tests.integration.prometheus import prometheus
+from tests.polling import eventually
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
@@ -41,7 +42,7 @@ async def installed(cluster: LocalCluster) -> LocalCluster:
         plain_crd("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
         plain_crd("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet", "lws"),
     ):
-        await cluster.client.create(CRDS, crd)
+        await define(cluster.client, crd)
     for resource, namespace, body in manifests.controller():
         await cluster.client.create(resource, body, namespace)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.conftest import CRDS, Kubectl, eventually, program
+from tests.conftest import Kubectl, program
+from tests.definitions import define
+from tests.polling import eventually
 
 from tidemill.kube.errors import NotFoundError
 from tidemill.kube.resources import DEPLOYMENTS, LEADER_WORKER_SETS, NODES, PODS, REPLICA_SETS, Json
@@ -245,7 +247,7 @@ async def test_a_stubborn_pod_is_killed_after_its_grace_period(cluster: LocalClu
 
 async def test_data_survives_a_restart_when_asked(tmp_path: Path) -> None:
     async with LocalCluster(tmp_path, keep_data=True, workloads=False) as first:
-        await first.client.create(CRDS, _crd())
+        await define(first.client, _crd())
         made = await first.client.create(DEPLOYMENTS, server("web", 0), "default")
     async with LocalCluster(tmp_path, keep_data=True, workloads=False) as second:
         found = await second.client.get(DEPLOYMENTS, "web", "default")
@@ -310,7 +312,7 @@ async def test_server_side_apply_by_kubectl(cluster: LocalCluster, kubectl: Kube
 
 async def test_groups_of_a_leader_and_its_workers(cluster: LocalCluster, kubectl: Kubectl) -> None:
     """A LeaderWorkerSet by kubectl: groups start, follow its scale, and go with it."""
-    await cluster.client.create(CRDS, leader_worker_set_crd())
+    await define(cluster.client, leader_worker_set_crd())
     template = server("big")["spec"]["template"]
     group = {"size": 2, "workerTemplate": template}
     body = {

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conftest import CRDS, create_namespace
+from tests.conftest import create_namespace
+from tests.definitions import define
 from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
 
 from tidemill.api.crd import variant_autoscaling_crd
@@ -14,7 +15,7 @@ from tidemill.local.cluster import LocalCluster
 @pytest.fixture
 async def wva(api_only: LocalCluster) -> LocalCluster:
     """An API server with the CRD and the two namespaces."""
-    await api_only.client.create(CRDS, variant_autoscaling_crd())
+    await define(api_only.client, variant_autoscaling_crd())
     for name in (NAMESPACE, DEFAULT_NAMESPACE):
         await create_namespace(api_only.client, name)
     return api_only

@@ -219,19 +219,13 @@ class Fleet:
         return [event for event in page.items if event["reason"] == reason]
 
 
-def plain_crd(group: str, version: str, plural: str, kind: str, short: str = "") -> Json:
-    """A CRD that checks nothing, for kinds of which only names matter."""
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+def external_metric(variant: str) -> Json:
+    """What an HPA says that follows a variant."""
+    metric = {"name": "wva_desired_replicas", "selector": {"matchLabels": {"variant_name": variant}}}
     return {
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group, "scope": "Namespaced",
-            "names": {"plural": plural, "kind": kind, "singular": kind.lower(), "shortNames": short.split()},
-            "versions": [
-                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-            ],
-        },
-    }  # fmt: skip
+        "type": "External",
+        "external": {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}},
+    }
 
 
 def _owner(api_version: str, kind: str, obj: Json) -> Json:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conftest import CRDS, create_namespace
+from tests.conftest import create_namespace
+from tests.definitions import define
 from tests.picker_rig import Talk
 
 from tidemill.api.inference_crd import inference_crds
@@ -31,8 +32,7 @@ class Cluster:
 
     async def prepare(self, *, pools: bool = True) -> None:
         if pools:
-            for crd in inference_crds():
-                await self.client.create(CRDS, crd)
+            await define(self.client, *inference_crds())
         await create_namespace(self.client, self.namespace)
 
     async def pool(

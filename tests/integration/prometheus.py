@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import yaml
 from aiohttp import web
-from tests.conftest import eventually, free_port, program
+from tests.conftest import free_port, program
+from tests.polling import eventually
 
 
 @contextlib.asynccontextmanager

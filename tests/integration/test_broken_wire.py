@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import yaml
-from tests.conftest import eventually
 from tests.faults import FaultyProxy
 from tests.integration.fleet import Fleet, Harness, running
+from tests.polling import eventually
 
 from tidemill.kube.client import KubeClient
 from tidemill.local.cluster import LocalCluster

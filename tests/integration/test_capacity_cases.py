@@ -12,8 +12,10 @@ import orjson
 import pytest
 from aiohttp import web
 from tests import policy_lab
-from tests.conftest import CRDS, create_namespace, eventually
-from tests.integration.fleet import MODEL, NAMESPACE, SCALE, Fleet, Harness, plain_crd, running
+from tests.conftest import create_namespace
+from tests.definitions import define, plain_crd
+from tests.integration.fleet import MODEL, NAMESPACE, SCALE, Fleet, Harness, running
+from tests.polling import eventually
 
 from tidemill.api.inference_crd import inference_crds
 from tidemill.api.names import DEFAULT_NAMESPACE
@@ -246,8 +248,7 @@ class TestRoles:
 
 class TestQueuesAtPickers:
     async def two_tenants(self, fleet: Fleet) -> Fleet:
-        for crd in inference_crds():
-            await fleet.client.create(CRDS, crd)
+        await define(fleet.client, *inference_crds())
         other = Fleet(fleet.client, "b")
         await create_namespace(fleet.client, "b")
         for place, name in ((fleet, "pa"), (other, "pb")):
@@ -365,12 +366,10 @@ class TestInventory:
         for version in ("v1", "v1beta1"):
             crd = plain_crd("resource.k8s.io", version, "resourceclaims", "ResourceClaim")
             if version == "v1":
-                await fleet.client.create(CRDS, crd)
+                await define(fleet.client, crd)
         await self.node(fleet, "n", 8)
-        claim = {
-            "metadata": {"name": "four"},
-            "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"count": 4}}]}},
-        }
+        request = {"name": "gpu", "exactly": {"deviceClassName": "gpu", "count": 4}}
+        claim = {"metadata": {"name": "four"}, "spec": {"devices": {"requests": [request]}}}
         await fleet.client.create(RESOURCE_CLAIMS[1], claim, NAMESPACE)
         for i in range(4):
             await fleet.pod(f"group-{i}", None, node="n", claim="four")
@@ -484,7 +483,7 @@ class TestFromZero:
         assert await self.replicas(fleet, "a") == [0]
 
     async def test_a27_who_is_paused_stays_as_it_is(self, fleet: Fleet) -> None:
-        await fleet.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(fleet.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
         await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
         await fleet.deployment("dep-a", 0)
         marks = {"autoscaling.keda.sh/paused-replicas": "0"}
@@ -554,7 +553,7 @@ class TestRestart:
             assert numbers["saturation/capacityPerReplica/va-a"] == "16000 (compute)"
 
     @pytest.mark.parametrize(
-        "content", ["!", base64.b64encode(gzip.compress(b'{"version": 1, "state": {}}', mtime=0)).decode()]
+        "content", ["aa==", base64.b64encode(gzip.compress(b'{"version": 1, "state": {}}', mtime=0)).decode()]
     )
     async def test_what_is_not_understood_is_left_out(self, fleet: Fleet, content: str) -> None:
         body = {"metadata": {"name": "wva-capacity-learned"}, "binaryData": {"learned": content}}

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.conftest import CRDS, create_namespace, eventually
+from tests.conftest import create_namespace
+from tests.definitions import define, plain_crd
 from tests.integration.fleet import (
     MODEL,
     NAMESPACE,
@@ -17,9 +18,10 @@ from tests.integration.fleet import (
     Fleet,
     Harness,
     ScriptedSource,
-    plain_crd,
+    external_metric,
     running,
 )
+from tests.polling import eventually
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
@@ -31,6 +33,7 @@ from tidemill.local.cluster import LocalCluster
 from tidemill.metrics.samples import Gauge, SeriesId, SeriesSample
 
 KV = "vllm:kv_cache_usage_perc"
+TO_ZERO: Json = {"minReplicas": 0, "metrics": [external_metric("scaler")]}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,8 @@ async def test_a_replica_set_of_a_namesake_does_not_attribute(fleet: Fleet, harn
     await fleet.client.create(
         DEPLOYMENTS,
         {"metadata": {"name": "dep"}, "spec": {"replicas": 1, "selector": {"matchLabels": {"app": "dep"}},
-         "template": {"metadata": {"labels": {"app": "dep"}}, "spec": {"containers": [{"name": "c"}]}}}},
+         "template": {"metadata": {"labels": {"app": "dep"}},
+                      "spec": {"containers": [{"name": "c", "image": "none"}]}}}},
         NAMESPACE,
     )  # fmt: skip
     harness.source.put("dep-0", 0.95, 9)
@@ -268,7 +272,7 @@ class TestA24AMinimumOfZero:
         requests: float | None = 0, running_requests: float = 0, ready_minutes: float = 60,
     ) -> int | None:  # fmt: skip
         """What is decided for a managed scaler of an idle model."""
-        await wva.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
         await fleet.config_map(
             "wva-model-scale-to-zero-config", {"default": f"enable_scale_to_zero: {str(zero).lower()}"}
         )
@@ -295,7 +299,11 @@ class TestA24AMinimumOfZero:
             ("ScaledObject", {"minReplicaCount": 1}, 1),
             ("ScaledObject", {"minReplicaCount": 3}, 3),
             ("HorizontalPodAutoscaler", {"maxReplicas": 9}, 1),
-            ("HorizontalPodAutoscaler", {"minReplicas": 0, "maxReplicas": 9}, 0),
+            (
+                "HorizontalPodAutoscaler",
+                {"minReplicas": 0, "maxReplicas": 9, "metrics": [external_metric("scaler")]},
+                0,
+            ),
             ("HorizontalPodAutoscaler", {"minReplicas": 2, "maxReplicas": 9}, 2),
         ],
     )
@@ -381,7 +389,7 @@ async def test_a31_an_hpa_that_follows_one_and_moves_another(fleet: Fleet, harne
 class TestManagedScalers:
     @pytest.fixture
     async def keda(self, wva: LocalCluster) -> None:
-        await wva.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
 
     async def said(self, harness: Harness, fleet: Fleet, reason: str) -> list[tuple[str, str]]:
         await harness.cycle()
@@ -579,7 +587,7 @@ class TestBadInput:
                               "subresources": {"status": {}}, "schema": {"openAPIV3Schema": schema}}],
             },
         }  # fmt: skip
-        await api_only.client.create(CRDS, crd)
+        await define(api_only.client, crd)
         for name in (NAMESPACE, DEFAULT_NAMESPACE):
             await create_namespace(api_only.client, name)
         return api_only
@@ -677,7 +685,7 @@ async def test_w1_a_crd_that_refuses_partial_and_empty_allocations(api_only: Loc
     crd = variant_autoscaling_crd()
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
     schema["desiredOptimizedAlloc"] |= {"required": ["accelerator", "numReplicas"]}
-    await api_only.client.create(CRDS, crd)
+    await define(api_only.client, crd)
     for name in (NAMESPACE, DEFAULT_NAMESPACE):
         await create_namespace(api_only.client, name)
     fleet = Fleet(api_only.client)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.conftest import eventually
 from tests.integration.fleet import Fleet, Harness, running
+from tests.polling import eventually
 
 from tidemill.local.cluster import LocalCluster
 

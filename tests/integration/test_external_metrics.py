@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
 import orjson
 import pytest
-from tests.conftest import eventually, free_port
-from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
+from tests.conftest import free_port
+from tests.elsewhere import kubeconfig_of
+from tests.integration.fleet import NAMESPACE, Fleet, Harness, external_metric, running
+from tests.polling import eventually
 
 from tidemill.api.names import DEFAULT_NAMESPACE
-from tidemill.cli.doctor.fleet import API_SERVICES, SERVICES
+from tidemill.cli.doctor.fleet import API_SERVICES, EXTERNAL_METRICS, SERVICES
 from tidemill.kube.client import KubeClient
 from tidemill.kube.clock import utc_now
 from tidemill.kube.conditions import find_condition
@@ -39,32 +42,45 @@ class Served:
     port: int
 
 
-async def register(client: KubeClient, port: int) -> None:
-    """What a manifest would say, with the test's process as the pod behind the Service."""
-    labels = {"app": "wva"}
-    pod = {"metadata": {"name": "wva", "labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
-    await client.create(PODS, pod, DEFAULT_NAMESPACE)
-    status = {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
-    await client.patch(PODS, "wva", {"status": status}, DEFAULT_NAMESPACE, sub="status")
-    spec = {"selector": labels, "ports": [{"port": 443, "targetPort": port}]}
-    await client.create(SERVICES, {"metadata": {"name": "wva-external"}, "spec": spec}, DEFAULT_NAMESPACE)
-    api_service = {
-        "metadata": {"name": "v1beta1.external.metrics.k8s.io"},
+@asynccontextmanager
+async def registered(client: KubeClient, port: int, name: str = "wva-external") -> AsyncIterator[None]:
+    """The test's process as the server of external.metrics.k8s.io: outside of the cluster, by a host's name."""
+    spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
+    await client.create(SERVICES, {"metadata": {"name": name}, "spec": spec}, DEFAULT_NAMESPACE)
+    await client.create(API_SERVICES, api_service(name, port))
+
+    async def available() -> bool:
+        try:
+            await client.get_raw("/apis/external.metrics.k8s.io/v1beta1")
+        except ApiError:
+            return False
+        return True
+
+    await eventually(available, within=30)
+    try:
+        yield
+    finally:
+        await client.delete(API_SERVICES, EXTERNAL_METRICS)
+        await client.delete(SERVICES, name, DEFAULT_NAMESPACE)
+
+
+def api_service(name: str, port: int) -> Json:
+    service = {"namespace": DEFAULT_NAMESPACE, "name": name, "port": port}
+    return {
+        "metadata": {"name": EXTERNAL_METRICS},
         "spec": {
             "group": "external.metrics.k8s.io", "version": "v1beta1", "insecureSkipTLSVerify": True,
-            "groupPriorityMinimum": 100, "versionPriority": 100,
-            "service": {"namespace": DEFAULT_NAMESPACE, "name": "wva-external", "port": 443},
+            "groupPriorityMinimum": 100, "versionPriority": 100, "service": service,
         },
     }  # fmt: skip
-    await client.create(API_SERVICES, api_service)
 
 
 @pytest.fixture
 async def served(wva: LocalCluster) -> AsyncIterator[Served]:
     port = free_port()
     async with running(wva.client, external_metrics_address=f"127.0.0.1:{port}") as harness:
-        await register(wva.client, port)
-        yield Served(harness, port)
+        async with registered(wva.client, port):
+            yield Served(harness, port)
 
 
 async def decided(fleet: Fleet, harness: Harness, replicas: int) -> None:
@@ -106,8 +122,7 @@ async def test_who_may_ask(wva: LocalCluster, fleet: Fleet, served: Served) -> N
     await fleet.client.create(CLUSTER_ROLE_BINDINGS, binding)
 
     async def asked_by(name: str) -> str:
-        token = wva.server.add_token(f"system:serviceaccount:{NAMESPACE}:{name}")
-        kubeconfig = wva.server.write_kubeconfig(wva.directory / name, token)
+        kubeconfig = await kubeconfig_of(wva, ObjectKey(NAMESPACE, name))
         async with await KubeClient.connect(str(kubeconfig)) as client:
             return await value(client)
 
@@ -147,10 +162,23 @@ async def test_a_replica_that_does_not_lead_answers_from_what_was_written(fleet:
     assert await value(fleet.client) == "3"
 
 
-async def test_when_the_autoscaler_is_away_the_api_server_says_so(fleet: Fleet, served: Served) -> None:
-    await fleet.client.delete(PODS, "wva", DEFAULT_NAMESPACE)
+async def test_a_service_leads_to_a_ready_pod(wva: LocalCluster, fleet: Fleet) -> None:
+    """On the local server only: a real one does not go to 127.0.0.1."""
+    assert wva.server.store
+    port = free_port()
+    labels = {"app": "wva"}
+    pod = {"metadata": {"name": "wva", "labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    spec = {"selector": labels, "ports": [{"port": 443, "targetPort": port}]}
+    await fleet.client.create(SERVICES, {"metadata": {"name": "wva-external"}, "spec": spec}, DEFAULT_NAMESPACE)
+    await fleet.client.create(API_SERVICES, api_service("wva-external", 443))
     with pytest.raises(ApiError, match="service workload-variant-autoscaler-system/wva-external has no ready pod"):
         await value(fleet.client)
+    await fleet.client.create(PODS, pod, DEFAULT_NAMESPACE)
+    status = {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    await fleet.client.patch(PODS, "wva", {"status": status}, DEFAULT_NAMESPACE, sub="status")
+    async with running(wva.client, external_metrics_address=f"127.0.0.1:{port}") as found:
+        await decided(fleet, found, 2)
+        assert await value(fleet.client) == "2"
 
 
 class TestHpa:
@@ -163,18 +191,7 @@ class TestHpa:
                 "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "dep"},
                 "minReplicas": 1,
                 "maxReplicas": 60,
-                "metrics": [
-                    {
-                        "type": "External",
-                        "external": {
-                            "metric": {
-                                "name": "wva_desired_replicas",
-                                "selector": {"matchLabels": {"variant_name": "va"}},
-                            },
-                            "target": {"type": "AverageValue", "averageValue": "1"},
-                        },
-                    }
-                ],
+                "metrics": [external_metric("va")],
                 "behavior": behavior,
             },
         }
@@ -214,8 +231,7 @@ class TestHpa:
     ) -> None:
         await decided(fleet, served.harness, 2)
         await fleet.client.create(HORIZONTAL_POD_AUTOSCALERS, self.hpa(), NAMESPACE)
-        wrong = self.hpa()["spec"]["metrics"]
-        wrong[0]["external"]["metric"]["selector"]["matchLabels"]["variant_name"] = "typo"
+        wrong = [external_metric("typo")]
         await fleet.client.patch(HORIZONTAL_POD_AUTOSCALERS, "hpa", {"spec": {"metrics": wrong}}, NAMESPACE)
         replicas, active = await self.look(fleet.client)
         assert replicas == 2

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from tests.conftest import eventually, free_port
+from tests.conftest import free_port
 from tests.integration.gateway import SSE_TAIL, Echo, Gateway, gateway, static_picker, write_endpoints
 from tests.picker_rig import DESTINATION, chat, config
+from tests.polling import eventually
 
 from tidemill.local.envoy import Envoy, Following, PoolRoute
 from tidemill.picker.director import DirectorOptions

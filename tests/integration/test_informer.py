@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.conftest import create_namespace, eventually
+from tests.conftest import create_namespace
+from tests.definitions import define
 from tests.faults import FaultyProxy
+from tests.polling import eventually
 
 from tidemill.kube.client import KubeClient, ListPage, WatchEvent
 from tidemill.kube.informer import Added, Deleted, Informer, InformerEvent, Modified, identity
@@ -225,7 +227,7 @@ async def test_a_kind_may_come_and_go(api_only: LocalCluster, client: CountingCl
     task = asyncio.create_task(informer.run())
     await informer.wait_synced()
     assert informer.absent
-    await api_only.client.create(CRDS, widget_crd())
+    await define(api_only.client, widget_crd())
     await api_only.client.create(widgets, {"metadata": {"name": "w"}, "spec": {"size": 1}}, NAMESPACE)
     await eventually(lambda: [type(e) for e in events] == [Added])
     assert not informer.absent

@@ -10,8 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tests.conftest import CRDS, eventually, free_port
-from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, plain_crd, running
+from tests.conftest import free_port
+from tests.definitions import define, plain_crd
+from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, running
+from tests.polling import eventually
 
 from tidemill.autoscaler.keda_scaler import (
     METRIC,
@@ -54,7 +56,7 @@ class Keda:
 
 @pytest.fixture
 async def keda(wva: LocalCluster) -> AsyncIterator[Keda]:
-    await wva.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+    await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
     port = free_port()
     async with (
         running(wva.client, keda_scaler_address=f"127.0.0.1:{port}") as harness,

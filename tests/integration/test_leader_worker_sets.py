@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
-from tests.conftest import CRDS, create_namespace, eventually
-from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, plain_crd, running
+from tests.definitions import CRDS, define, plain_crd
+from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, running
+from tests.polling import eventually
 
-from tidemill.api.crd import variant_autoscaling_crd
-from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.attribution import Ownership
 from tidemill.autoscaler.world import SCALED_OBJECTS, World
 from tidemill.kube.resources import LEADER_WORKER_SETS, PODS, Json, ObjectKey
@@ -22,13 +20,9 @@ NAME = ObjectKey(NAMESPACE, "big")
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[Fleet]:
-    """A cluster without kubelets, and so far without the kind."""
-    async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:
-        for name in (NAMESPACE, DEFAULT_NAMESPACE):
-            await create_namespace(cluster.client, name)
-        await cluster.client.create(CRDS, variant_autoscaling_crd())
-        yield Fleet(cluster.client)
+def fleet(wva: LocalCluster) -> Fleet:
+    """So far without the kind."""
+    return Fleet(wva.client)
 
 
 async def groups(fleet: Fleet, replicas: int, size: int) -> list[str]:
@@ -36,7 +30,7 @@ async def groups(fleet: Fleet, replicas: int, size: int) -> list[str]:
     limits = {"limits": {"nvidia.com/gpu": "1"}}
     template: Json = {"spec": {"containers": [{"name": "vllm", "image": "none", "resources": limits}]}}
     spec = {"replicas": replicas, "leaderWorkerTemplate": {"size": size, "workerTemplate": template}}
-    await fleet.client.create(CRDS, leader_worker_set_crd())
+    await define(fleet.client, leader_worker_set_crd())
     await fleet.client.create(LEADER_WORKER_SETS, {"metadata": {"name": "big"}, "spec": spec}, NAMESPACE)
     return await as_asked_for(fleet)
 
@@ -115,7 +109,7 @@ async def test_a33_kinds_that_come_later_and_go(fleet: Fleet, monkeypatch: pytes
         condition = await fleet.condition("big", "TargetResolved")
         assert condition["status"] == "False"
         assert "the cluster serves no LeaderWorkerSets" in condition["message"]
-        await fleet.client.create(CRDS, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(fleet.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
         names = await groups(fleet, 1, 2)
         pods = await fleet.deployment("small", 1)
         await fleet.scaler("ScaledObject", "small", "small")

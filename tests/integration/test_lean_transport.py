@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.conftest import eventually, program
+from tests.conftest import program
 from tests.integration.wire import WireTalk, channel, listening
 from tests.picker_rig import (
     A,
@@ -20,6 +20,7 @@ from tests.picker_rig import (
     request_body,
     request_headers,
 )
+from tests.polling import eventually
 
 from tidemill.kube import tls
 from tidemill.picker.transport.http2 import PREFACE

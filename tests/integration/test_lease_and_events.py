@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.conftest import create_namespace, eventually
+from tests.conftest import create_namespace
+from tests.polling import eventually
 
 from tidemill.kube.clock import utc_now
 from tidemill.kube.events import EventRecorder

@@ -15,11 +15,12 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.conftest import eventually, free_port, program
+from tests.conftest import free_port, program
 from tests.integration.gateway import Echo, gateway, static_picker, write_endpoints
 from tests.integration.inference import Cluster, addresses, picking, stream, until
 from tests.integration.wire import WireTalk, channel
 from tests.picker_rig import chat, destination_of, post, request_headers, response_body, response_headers
+from tests.polling import eventually
 
 from tidemill.kube import tls
 from tidemill.local.cluster import LocalCluster

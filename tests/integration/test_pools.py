@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import CRDS, create_namespace, eventually
+from tests.conftest import create_namespace
+from tests.definitions import define, plain_crd
 from tests.faults import FaultyProxy
-from tests.integration.fleet import plain_crd
 from tests.integration.inference import NAMESPACE, Cluster, addresses, picking, pool_of, stream, until
 from tests.picker_rig import chat, post, response_headers
+from tests.polling import eventually
 
 from tidemill.api.inference_crd import inference_crds
 from tidemill.kube.client import KubeClient
@@ -252,7 +253,7 @@ class TestKinds:
     ) -> None:
         cluster = Cluster(api_only.client)
         pool_crd, objective_crd, _ = inference_crds()
-        await cluster.client.create(CRDS, pool_crd)
+        await define(cluster.client, pool_crd)
         await create_namespace(cluster.client, NAMESPACE)
         await cluster.pod("a", "10.0.0.11")
         await cluster.pool()
@@ -261,7 +262,7 @@ class TestKinds:
             assert status_of(picker)[0] == 200
             said = capsys.readouterr().out
             assert said.count("inferenceobjectives.llm-d.ai") == 1
-            await cluster.client.create(CRDS, objective_crd)
+            await define(cluster.client, objective_crd)
             await cluster.objective("batch", -5)
             await eventually(lambda: "batch" in pool_of(picker).objectives, within=15)
             assert pool_of(picker).objectives["batch"].priority == -5
@@ -269,7 +270,7 @@ class TestKinds:
     async def test_the_older_version_of_the_pool(self, api_only: LocalCluster) -> None:
         cluster = Cluster(api_only.client)
         older = INFERENCE_POOLS[1]
-        await cluster.client.create(CRDS, plain_crd(older.group, older.version, older.plural, older.kind))
+        await define(cluster.client, plain_crd(older.group, older.version, older.plural, older.kind))
         await create_namespace(cluster.client, NAMESPACE)
         await cluster.pod("a", "10.0.0.11")
         body = {
@@ -285,7 +286,7 @@ class TestKinds:
     async def test_a_pool_that_breaks_its_schema_keeps_what_it_was(self, api_only: LocalCluster) -> None:
         cluster = Cluster(api_only.client)
         new = INFERENCE_POOLS[0]
-        await cluster.client.create(CRDS, plain_crd(new.group, new.version, new.plural, new.kind))
+        await define(cluster.client, plain_crd(new.group, new.version, new.plural, new.kind))
         await create_namespace(cluster.client, NAMESPACE)
         await cluster.pod("a", "10.0.0.11")
         await cluster.pool()

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
-from tests.conftest import eventually
 from tests.integration.fleet import Fleet, running
 from tests.integration.prometheus import prometheus, serving, static
+from tests.polling import eventually
 
 from tidemill.api.manager_config import FreshnessThresholds, PrometheusConfig
 from tidemill.local.cluster import LocalCluster

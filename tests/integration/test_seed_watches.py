@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import structlog
-from tests.conftest import CRDS, eventually
-from tests.integration.fleet import NAMESPACE, Fleet, Harness, plain_crd, running
+from tests.definitions import define, plain_crd
+from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
+from tests.polling import eventually
 
 from tidemill.api.names import DEFAULT_NAMESPACE
 from tidemill.autoscaler.world import VARIANT_AUTOSCALINGS
@@ -175,7 +176,7 @@ class TestServiceMonitor:
         return await fleet.events("ServiceMonitorDeleted", DEFAULT_NAMESPACE)
 
     async def test_deletion_is_said_and_nothing_reconciled(self, wva: LocalCluster, fleet: Fleet) -> None:
-        await wva.client.create(CRDS, self.CRD)
+        await define(wva.client, self.CRD)
         await self.create(wva, self.NAME)
         await self.create(wva, "another")
         async with running(wva.client) as harness:
@@ -188,7 +189,7 @@ class TestServiceMonitor:
             assert harness.reconciles == 0
 
     async def test_a_finalizer_makes_it_an_update(self, wva: LocalCluster, fleet: Fleet) -> None:
-        await wva.client.create(CRDS, self.CRD)
+        await define(wva.client, self.CRD)
         await self.create(wva, self.NAME, finalizers=["test/hold"])
         async with running(wva.client) as harness:
             await wva.client.patch(SERVICE_MONITORS, self.NAME, {"spec": {"x": 1}}, DEFAULT_NAMESPACE)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import eventually, free_port
+from tests.conftest import free_port
 from tests.integration.gateway import static_picker
 from tests.picker_rig import Rig, config, endpoint
+from tests.polling import eventually
 from tests.unit.picker.test_scoring import pick
 
 from tidemill.picker.scheduling.settings import MetricsDataSource, one_of

@@ -7,7 +7,6 @@ import random
 
 import grpc
 import pytest
-from tests.conftest import eventually
 from tests.integration.wire import TRANSPORTS, WireTalk, channel, listening
 from tests.picker_rig import (
     BUFFERED,
@@ -22,6 +21,7 @@ from tests.picker_rig import (
     response_body,
     response_headers,
 )
+from tests.polling import eventually
 from tests.unit.picker.test_exchange import ANSWERED, KINDS, LEGAL
 
 from tidemill.picker.director import DirectorOptions

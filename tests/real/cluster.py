@@ -1,11 +1,13 @@
 """A real control plane for tests: etcd, kube-apiserver and kube-controller-manager as processes, no node.
 
-Usage: python -m tests.real.cluster PROGRAMS [PYTEST ARGUMENTS]. PROGRAMS is what `make apiserver` has filled.
-Runs pytest with CONTRACT_KUBECONFIG set, and ends with its status.
+Usage: python -m tests.real.cluster PROGRAMS [--no-workloads] [PYTEST ARGUMENTS]. PROGRAMS is what `make apiserver`
+has filled. Runs pytest with CONTRACT_KUBECONFIG set, and ends with its status. With --no-workloads nobody makes
+ReplicaSets and pods, for tests that write them by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
@@ -26,10 +28,10 @@ from tidemill.kube.clock import utc_now
 from tidemill.local.apiserver.tls import ServingFiles, issue
 
 # No node is there: what would wait for one is left out, and so is what tests do by themselves.
-CONTROLLERS = (
-    "namespace-controller", "garbage-collector-controller", "deployment-controller", "replicaset-controller",
-    "horizontal-pod-autoscaler-controller", "serviceaccount-controller",
-)  # fmt: skip
+CONTROLLERS = ("namespace-controller", "garbage-collector-controller", "serviceaccount-controller")
+# What an HPA needs that may scale to zero.
+FEATURES = "HPAScaleToZero=true"
+WORKLOADS = ("deployment-controller", "replicaset-controller", "horizontal-pod-autoscaler-controller")
 
 
 @asynccontextmanager
@@ -44,7 +46,7 @@ async def process(log: Path, *command: str) -> AsyncIterator[subprocess.Popen[by
 
 
 @asynccontextmanager
-async def control_plane(programs: Path, directory: Path) -> AsyncIterator[Path]:
+async def control_plane(programs: Path, directory: Path, controllers: Sequence[str]) -> AsyncIterator[Path]:
     """The kubeconfig of a cluster whose state lies in `directory`, with all rights."""
     etcd, peer, port = free_port(), free_port(), free_port()
     tls = issue(directory / "pki", names=["127.0.0.1", "localhost"], now=utc_now())
@@ -75,7 +77,7 @@ async def control_plane(programs: Path, directory: Path) -> AsyncIterator[Path]:
                 f"--service-account-key-file={directory / 'accounts.key'}",
                 f"--service-account-signing-key-file={directory / 'accounts.key'}",
                 "--service-cluster-ip-range=10.96.0.0/16", "--disable-admission-plugins=ServiceAccount",
-                "--allow-privileged", "--endpoint-reconciler-type=none",
+                "--allow-privileged", "--endpoint-reconciler-type=none", f"--feature-gates={FEATURES}",
                 # How the aggregation layer makes itself known to other API servers.
                 f"--requestheader-client-ca-file={tls.ca}", "--requestheader-allowed-names=",
                 "--requestheader-username-headers=X-Remote-User", "--requestheader-group-headers=X-Remote-Group",
@@ -87,7 +89,8 @@ async def control_plane(programs: Path, directory: Path) -> AsyncIterator[Path]:
         await start(
             process(
                 directory / "controllers.log", str(programs / "kube-controller-manager"),
-                f"--kubeconfig={kubeconfig}", "--leader-elect=false", f"--controllers={','.join(CONTROLLERS)}",
+                f"--kubeconfig={kubeconfig}", "--leader-elect=false",
+                f"--feature-gates={FEATURES}", f"--controllers={','.join(controllers)}",
                 f"--service-account-private-key-file={directory / 'accounts.key'}",
                 "--horizontal-pod-autoscaler-sync-period=1s",
                 "--horizontal-pod-autoscaler-downscale-stabilization=1s",
@@ -126,13 +129,18 @@ async def ready(url: str, token: str, api: subprocess.Popen[bytes], log: Path) -
     raise RuntimeError(f"kube-apiserver did not become ready; the end of its log:\n{log.read_text()[-3000:]}")
 
 
-async def main(programs: Path, arguments: Sequence[str]) -> int:
+async def main(programs: Path, controllers: Sequence[str], arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="control-plane-") as name:
-        async with control_plane(programs, Path(name)) as kubeconfig:
+        async with control_plane(programs, Path(name), controllers) as kubeconfig:
             environment = {**os.environ, "CONTRACT_KUBECONFIG": str(kubeconfig)}
             command = (sys.executable, "-m", "pytest", *arguments)
             return await (await asyncio.create_subprocess_exec(*command, env=environment)).wait()
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(main(Path(sys.argv[1]), sys.argv[2:])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("programs", type=Path)
+    parser.add_argument("--no-workloads", action="store_true")
+    options, arguments = parser.parse_known_args()
+    controllers = CONTROLLERS if options.no_workloads else (*CONTROLLERS, *WORKLOADS)
+    raise SystemExit(asyncio.run(main(options.programs, controllers, arguments)))

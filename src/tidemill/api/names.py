@@ -16,6 +16,7 @@ SCALE_TO_ZERO_CONFIG = "wva-model-scale-to-zero-config"
 WELL_KNOWN_CONFIG_MAPS = frozenset({MANAGER_CONFIG, MANAGER_CONFIG_OLDER, SATURATION_CONFIG, SCALE_TO_ZERO_CONFIG})
 
 SERVICE_MONITOR = "wva-controller-manager-metrics-monitor"
+LEARNED_CONFIG = "wva-capacity-learned"
 
 VARIANT_LABEL = "llm-d.ai/variant"
 ROLE_LABEL = "llm-d.ai/role"

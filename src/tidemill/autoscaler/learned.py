@@ -15,13 +15,13 @@ import aiohttp
 import orjson
 import structlog
 
+from tidemill.api.names import LEARNED_CONFIG
 from tidemill.kube.client import KubeClient
 from tidemill.kube.errors import ApiError, NotFoundError
 from tidemill.kube.resources import CONFIG_MAPS
 
 log = structlog.get_logger(__name__)
 
-NAME = "wva-capacity-learned"
 VERSION = 1
 INTERVAL = 60.0  # seconds between two writes
 LIMIT = 900 * 2**10  # bytes; a ConfigMap takes a MiB
@@ -41,15 +41,15 @@ class LearnedStore:
     async def read(self) -> dict[str, Any] | None:
         try:
             async with asyncio.timeout(_TIMEOUT):
-                found = await self._client.get(CONFIG_MAPS, NAME, self._namespace)
+                found = await self._client.get(CONFIG_MAPS, LEARNED_CONFIG, self._namespace)
             document = orjson.loads(gzip.decompress(base64.b64decode(found["binaryData"]["learned"])))
             return document["state"] if document["version"] == VERSION else None
         except NotFoundError:
             return None
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.info("what was learned before could not be read", config_map=NAME, error=str(error))
+            log.info("what was learned before could not be read", config_map=LEARNED_CONFIG, error=str(error))
         except (KeyError, TypeError, ValueError, EOFError) as error:
-            log.warning("what was learned before is not understood", config_map=NAME, error=repr(error))
+            log.warning("what was learned before is not understood", config_map=LEARNED_CONFIG, error=repr(error))
         return None
 
     async def write(self, state: dict[str, Any]) -> None:
@@ -65,11 +65,11 @@ class LearnedStore:
         if len(packed) > LIMIT:
             self._complain(f"{len(packed)} bytes are more than a ConfigMap takes")
             return
-        body = {"metadata": {"name": NAME}, "binaryData": {"learned": packed}}
+        body = {"metadata": {"name": LEARNED_CONFIG}, "binaryData": {"learned": packed}}
         try:
             async with asyncio.timeout(_TIMEOUT):
                 try:
-                    await self._client.patch(CONFIG_MAPS, NAME, body, self._namespace)
+                    await self._client.patch(CONFIG_MAPS, LEARNED_CONFIG, body, self._namespace)
                 except NotFoundError:
                     await self._client.create(CONFIG_MAPS, body, self._namespace)
         except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -79,5 +79,5 @@ class LearnedStore:
 
     def _complain(self, why: str) -> None:
         if not self._refused:
-            log.warning("what is learned will be lost at a restart", config_map=NAME, error=why)
+            log.warning("what is learned will be lost at a restart", config_map=LEARNED_CONFIG, error=why)
         self._refused = True

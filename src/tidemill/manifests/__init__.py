@@ -77,8 +77,11 @@ def _confined(objects: list[Json], namespace: str, watched: str) -> Iterator[Jso
                     rules.append({**rule, "resources": resources})
         yield {**obj, "rules": everywhere}
         name = obj["metadata"]["name"]
-        config_maps = [{"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}]
-        for place, rules in ((watched, own), *(((namespace, config_maps),) if namespace != watched else ())):
+        home = [
+            {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]},
+            {"apiGroups": [""], "resources": ["events"], "verbs": ["create", "patch"]},
+        ]
+        for place, rules in ((watched, own), *(((namespace, home),) if namespace != watched else ())):
             role = f"{name}-watching"
             head = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": role, "namespace": place}}
             yield {**head, "kind": "Role", "rules": rules}

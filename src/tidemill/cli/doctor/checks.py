@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from tidemill.api.names import SERVICE_MONITOR, VARIANT_LABEL
+from tidemill.api.names import LEARNED_CONFIG, SERVICE_MONITOR, VARIANT_LABEL
 from tidemill.api.variant import ConditionType, TargetRef
 from tidemill.autoscaler.views import InvalidVariant, ScalerView
 from tidemill.cli.doctor.fleet import EXTERNAL_METRICS, Fleet, Right
@@ -103,8 +103,9 @@ def needed_rights(namespace: str, watched: str = "") -> list[Right]:
         "inference.networking.k8s.io": ("inferencepools",),
         "inference.networking.x-k8s.io": ("inferencepools",),
         "resource.k8s.io": ("resourceclaims",),
-        "monitoring.coreos.com": ("servicemonitors",),
     }
+    # Its own ConfigMaps and events about itself are elsewhere when it looks after one other namespace.
+    home = tuple(dict.fromkeys((watched, namespace))) if watched else ("",)
     return [
         *(
             Right(verb, group, resource, "" if resource in ("nodes", "namespaces") else watched)
@@ -113,14 +114,19 @@ def needed_rights(namespace: str, watched: str = "") -> list[Right]:
             for verb in ("list", "watch")
         ),
         Right("patch", "llmd.ai", "variantautoscalings/status", watched),
-        Right("create", "", "events", watched),
-        Right("patch", "", "events", watched),
+        *(Right(verb, "", "events", place) for place in home for verb in ("create", "patch")),
+        *(Right(verb, "", "configmaps", place) for place in home[1:] for verb in ("list", "watch")),
         Right("patch", "apps", "deployments/scale", watched),
         Right("patch", "leaderworkerset.x-k8s.io", "leaderworkersets/scale", watched),
         Right("create", "authentication.k8s.io", "tokenreviews"),
         Right("create", "authorization.k8s.io", "subjectaccessreviews"),
         *(Right(verb, "coordination.k8s.io", "leases", namespace) for verb in ("get", "create", "update")),
+        *(
+            Right(verb, "monitoring.coreos.com", "servicemonitors", namespace, SERVICE_MONITOR)
+            for verb in ("list", "watch")
+        ),
         Right("create", "", "configmaps", namespace),
+        *(Right(verb, "", "configmaps", namespace, LEARNED_CONFIG) for verb in ("get", "patch")),
     ]
 
 

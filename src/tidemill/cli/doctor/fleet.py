@@ -64,10 +64,12 @@ class Right:
     group: str
     resource: str
     namespace: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         where = f" in namespace {self.namespace}" if self.namespace else ""
-        return f"{self.verb} {self.resource}{'.' + self.group if self.group else ''}{where}"
+        name = f" {self.name}" if self.name else ""
+        return f"{self.verb} {self.resource}{'.' + self.group if self.group else ''}{name}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,7 @@ async def granted(client: KubeClient, user: str, right: Right) -> bool:
     resource, _, sub = right.resource.partition("/")
     attributes: dict[str, Any] = {
         "verb": right.verb, "group": right.group, "resource": resource, "subresource": sub,
-        "namespace": right.namespace,
+        "namespace": right.namespace, "name": right.name,
     }  # fmt: skip
     body = {
         "apiVersion": ACCESS_REVIEWS.api_version,

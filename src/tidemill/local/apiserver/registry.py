@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from tidemill.kube.clock import rfc3339
 from tidemill.kube.conditions import set_condition
-from tidemill.local.apiserver import defaults, jsonpath, managed
+from tidemill.local.apiserver import defaults, jsonpath, managed, rules
 from tidemill.local.apiserver.kinds import CRDS, Kind, Kinds
 from tidemill.local.apiserver.managed import Manager
 from tidemill.local.apiserver.status import (
@@ -290,14 +290,14 @@ class Registry:
 
     def _prepare(self, kind: Kind, obj: Json, old: Json | None) -> None:
         """Prune, default and validate, in place."""
-        causes = defaults.check_name(obj) if old is None else []
+        causes = rules.check_name(obj) if old is None else []
         if kind.schema is not None:
             kind.schema.prune(obj)
             kind.schema.default(obj)
             causes += kind.schema.validate(obj, old)
         else:
             defaults.apply_defaults(obj)
-            causes += defaults.check(obj, old)
+            causes += rules.check(obj, old)
         if causes:
             resource = kind.resource
             raise invalid(resource.kind, resource.group, obj["metadata"].get("name", ""), causes)

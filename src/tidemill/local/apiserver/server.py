@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import datetime as dt
+import re
 import secrets
 import ssl
 import time
@@ -61,6 +62,39 @@ class _Target:
     name: str
     sub: str
     rest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What a path names, whether or not the server has such a kind."""
+
+    group: str
+    version: str
+    plural: str
+    namespace: str
+    name: str
+    sub: str
+    rest: str
+
+    @classmethod
+    def of(cls, path: str) -> _Named:
+        """Raises StatusError 404 for what names nothing."""
+        parts = path.strip("/").split("/")
+        if parts[0] == "api" and len(parts) >= 3:
+            group, version, rest = "", parts[1], parts[2:]
+        elif parts[0] == "apis" and len(parts) >= 4:
+            group, version, rest = parts[1], parts[2], parts[3:]
+        else:
+            raise _no_such_resource()
+        namespace = ""
+        if rest[0] == "namespaces" and len(rest) >= 3 and rest[2] not in ("status", "finalize"):
+            namespace, rest = rest[1], rest[2:]
+        plural, name, sub, *tail = [*rest, "", ""]
+        return cls(group, version, plural, namespace, name, sub, "/".join(t for t in tail if t))
+
+
+def _no_such_resource() -> StatusError:
+    return StatusError(404, "NotFound", "the server could not find the requested resource")
 
 
 class ApiServer:
@@ -238,8 +272,10 @@ class ApiServer:
                 return await self._aggregator.forward(request, service, user)
             if (fixed := self._discovery(path)) is not None:
                 return _json(fixed)
-            target = self._target(path)
-            self._check(user, _attributes(request, target))
+            named = _Named.of(path)
+            # As the real server: who may not ask is not told whether there is such a kind.
+            self._check(user, _attributes(request, named))
+            target = self._target(named)
             if request.method == "POST" and (answer := await self._review(request, target, user)) is not None:
                 return _json(answer, 201)
             return await self._serve(request, target)
@@ -294,7 +330,7 @@ class ApiServer:
             case ["apis", group]:
                 found = [g for g in self._groups() if g["name"] == group]
                 if not found:
-                    raise StatusError(404, "NotFound", "the server could not find the requested resource")
+                    raise _no_such_resource()
                 return {"kind": "APIGroup", "apiVersion": "v1", **found[0]}
             case ["apis", group, version]:
                 return self._resources(group, version)
@@ -303,7 +339,7 @@ class ApiServer:
             case ["openapi", "v3", *rest]:
                 found = openapi.document(self.kinds, "/".join(rest))
                 if found is None:
-                    raise StatusError(404, "NotFound", "the server could not find the requested resource")
+                    raise _no_such_resource()
                 return found
             case _:
                 return None
@@ -353,34 +389,24 @@ class ApiServer:
                 resources.append({**base, "name": "pods/log", "verbs": ["get"]})
                 resources.append({**base, "name": "pods/proxy", "verbs": ["get"]})
         if not resources:
-            raise StatusError(404, "NotFound", "the server could not find the requested resource")
+            raise _no_such_resource()
         group_version = f"{group}/{version}" if group else version
         return {
             "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources,
         }  # fmt: skip
 
-    def _target(self, path: str) -> _Target:
-        parts = path.strip("/").split("/")
-        if parts[0] == "api" and len(parts) >= 3:
-            group, version, rest = "", parts[1], parts[2:]
-        elif parts[0] == "apis" and len(parts) >= 4:
-            group, version, rest = parts[1], parts[2], parts[3:]
-        else:
-            raise StatusError(404, "NotFound", "the server could not find the requested resource")
-        namespace = ""
-        if rest[0] == "namespaces" and len(rest) >= 3 and rest[2] not in ("status", "finalize"):
-            namespace, rest = rest[1], rest[2:]
-        plural, name, sub, *tail = [*rest, "", ""]
-        kind = self.kinds.find(group, version, plural)
+    def _target(self, named: _Named) -> _Target:
+        kind = self.kinds.find(named.group, named.version, named.plural)
         if kind is None:
-            if not any((k.resource.group, k.resource.version) == (group, version) for k in self.kinds):
+            version = (named.group, named.version)
+            if not any((k.resource.group, k.resource.version) == version for k in self.kinds):
                 raise _NoSuchPath
-            raise StatusError(404, "NotFound", "the server could not find the requested resource")
-        known = {"status": kind.status, "scale": kind.scale is not None, "finalize": plural == "namespaces",
-                 "log": plural == "pods", "proxy": plural == "pods", "": True}  # fmt: skip
-        if not known.get(sub):
-            raise StatusError(404, "NotFound", "the server could not find the requested resource")
-        return _Target(kind, namespace, name, sub, "/".join(t for t in tail if t))
+            raise _no_such_resource()
+        known = {"status": kind.status, "scale": kind.scale is not None, "finalize": named.plural == "namespaces",
+                 "log": named.plural == "pods", "proxy": named.plural == "pods", "": True}  # fmt: skip
+        if not known.get(named.sub):
+            raise _no_such_resource()
+        return _Target(kind, named.namespace, named.name, named.sub, named.rest)
 
     async def _serve(self, request: web.Request, target: _Target) -> web.StreamResponse:
         match request.method, bool(target.name), target.sub:
@@ -453,6 +479,9 @@ class ApiServer:
         if _wants_table(request):
             return _json(self._table(request, target.kind, found, metadata))
         resource = target.kind.resource
+        if not target.kind.custom:
+            # What they are is said of the list alone, as the real server does with the kinds it is built of.
+            found = [{k: v for k, v in obj.items() if k not in ("apiVersion", "kind")} for obj in found]
         return _json(
             {
                 "kind": f"{resource.kind}List",
@@ -647,24 +676,27 @@ class ApiServer:
             ) from None
 
 
+_ONE_NAME = re.compile(r"metadata\.name==?([^,=!]+)")
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
-def _attributes(request: web.Request, target: _Target) -> Attributes:
-    """What a request is about, as authorization sees it."""
+def _attributes(request: web.Request, named: _Named) -> Attributes:
+    """What a request is about, as authorization sees it. A collection of one by its name is about that one."""
     verb = _VERBS.get(request.method)
+    name = named.name
     if request.method == "GET":
         watching = request.query.get("watch") in ("true", "1")
-        verb = "get" if target.name else "watch" if watching else "list"
+        verb = "get" if named.name else "watch" if watching else "list"
     elif request.method == "DELETE":
-        verb = "delete" if target.name else "deletecollection"
-    resource = target.kind.resource
+        verb = "delete" if named.name else "deletecollection"
+    if not name and (only := _ONE_NAME.fullmatch(request.query.get("fieldSelector", ""))):
+        name = only[1]
     return Attributes(
         verb=verb or request.method.lower(),
-        group=resource.group,
-        resource=f"{resource.plural}/{target.sub}" if target.sub else resource.plural,
-        namespace=target.namespace,
-        name=target.name,
+        group=named.group,
+        resource=f"{named.plural}/{named.sub}" if named.sub else named.plural,
+        namespace=named.namespace,
+        name=name,
     )
 
 

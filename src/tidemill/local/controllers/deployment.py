@@ -70,7 +70,7 @@ class DeploymentController:
                 "name": f"{metadata['name']}-{digest}",
                 "labels": labels,
                 "annotations": {REVISION: revision},
-                "ownerReferences": [owner_reference(deployment)],
+                "ownerReferences": [owner_reference(DEPLOYMENTS, deployment)],
             },
             "spec": {"replicas": 0, "selector": selector, "template": template},
         }

@@ -12,7 +12,7 @@ from typing import Any
 from tidemill.api.names import LEADER_WORKER_SET_LABEL, WORKER_INDEX_LABEL
 from tidemill.kube.client import KubeClient
 from tidemill.kube.errors import AlreadyExistsError, NotFoundError
-from tidemill.kube.resources import LEADER_WORKER_SETS, PODS, STATEFUL_SETS, Json, ObjectKey
+from tidemill.kube.resources import LEADER_WORKER_SETS, PODS, STATEFUL_SETS, Json, ObjectKey, Resource
 from tidemill.local.controllers.loop import ControllerLoop, is_controlled_by, owner_reference
 from tidemill.local.controllers.replicaset import is_active, is_ready
 
@@ -83,7 +83,8 @@ class LeaderWorkerSetController:
         spec = found["spec"]
         group, groups = spec["leaderWorkerTemplate"], spec["replicas"]
         size, worker = group["size"], group["workerTemplate"]
-        leaders_set = await self._stateful_set(key.name, found, found)
+        leader_template = group.get("leaderTemplate") or worker
+        leaders_set = await self._stateful_set(key.name, (LEADER_WORKER_SETS, found), found, leader_template)
         page = await self._client.list(PODS, key.namespace, label_selector=f"{LEADER_WORKER_SET_LABEL}={key.name}")
         pods = {pod["metadata"]["name"]: pod for pod in page.items}
         leaders = {
@@ -99,9 +100,11 @@ class LeaderWorkerSetController:
             name = f"{key.name}-{index}"
             leader = leaders.get(index)
             if leader is None:
-                wanted.append((name, group.get("leaderTemplate") or worker, leaders_set, index, 0))
+                wanted.append((name, leader_template, leaders_set, index, 0))
                 continue
-            workers_set = await self._stateful_set(name, leader, found) if size > 1 else leader
+            if size == 1:
+                continue
+            workers_set = await self._stateful_set(name, (PODS, leader), found, worker)
             for number in range(1, size):
                 pod = pods.get(f"{name}-{number}")
                 if pod is None or not is_controlled_by(pod, workers_set["metadata"]["uid"]):
@@ -110,13 +113,18 @@ class LeaderWorkerSetController:
         await self._write_status(found, leaders, list(pods.values()), size)
         return None if all(made) else _AGAIN
 
-    async def _stateful_set(self, name: str, owner: Json, found: Json) -> Json:
-        """The StatefulSet `name` that `owner` controls."""
+    async def _stateful_set(self, name: str, owner: tuple[Resource, Json], found: Json, template: Json) -> Json:
+        """The StatefulSet `name` that `owner` controls. Its pods are made here, one by one: it asks for none."""
         namespace = found["metadata"]["namespace"]
         labels = {LEADER_WORKER_SET_LABEL: found["metadata"]["name"]}
         body: Json = {
-            "metadata": {"name": name, "labels": labels, "ownerReferences": [owner_reference(owner)]},
-            "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}}},
+            "metadata": {"name": name, "labels": labels, "ownerReferences": [owner_reference(*owner)]},
+            "spec": {
+                "replicas": 0,
+                "serviceName": found["metadata"]["name"],
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": template["spec"]},
+            },
         }
         try:
             return await self._client.create(STATEFUL_SETS, body, namespace)
@@ -136,7 +144,7 @@ class LeaderWorkerSetController:
                 "name": name,
                 "labels": {**(labelled.get("labels") or {}), **marks},
                 "annotations": labelled.get("annotations") or {},
-                "ownerReferences": [owner_reference(owner)],
+                "ownerReferences": [owner_reference(STATEFUL_SETS, owner)],
             },
             "spec": template["spec"],
         }

@@ -79,11 +79,12 @@ def is_controlled_by(obj: Mapping[str, Any], uid: str) -> bool:
     return owner is not None and owner["uid"] == uid
 
 
-def owner_reference(owner: Json) -> Json:
+def owner_reference(resource: Resource, owner: Json) -> Json:
+    """What makes `owner`, an object of `resource`, the controller of another. (Lists do not say what it is.)"""
     metadata = owner["metadata"]
     return {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
+        "apiVersion": resource.api_version,
+        "kind": resource.kind,
         "name": metadata["name"],
         "uid": metadata["uid"],
         "controller": True,

@@ -53,7 +53,7 @@ class ReplicaSetController:
                 "generateName": f"{metadata['name']}-",
                 "labels": labelled.get("labels") or {},
                 "annotations": labelled.get("annotations") or {},
-                "ownerReferences": [owner_reference(replica_set)],
+                "ownerReferences": [owner_reference(REPLICA_SETS, replica_set)],
             },
             "spec": template["spec"],
         }
