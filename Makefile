@@ -52,6 +52,9 @@ apiserver: $(CONTROL_PLANE)/kube-controller-manager  ## Build a real control pla
 
 test-real: setup apiserver  ## The contract and the autoscaler on a real control plane (needs etcd)
 	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract
+	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) --no-workloads $(addprefix tests/integration/test_,cases.py \
+	  capacity_cases.py doctor.py engine_timing.py external_metrics.py informer.py keda_scaler.py leader_worker_sets.py \
+	  lease_and_events.py pools.py roles.py seed_watches.py)
 
 soak: setup  ## Five minutes of trouble behind the gateway: no request may be lost
 	TIDEMILL_SOAK_SECONDS=300 $(BIN)/python -m pytest -s tests/e2e/test_no_lost_request.py

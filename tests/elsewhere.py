@@ -1,4 +1,8 @@
-"""Another API server in the place of the local one, named by CONTRACT_KUBECONFIG, and left as it was found."""
+"""Another API server in the place of the local one, named by INTEGRATION_KUBECONFIG, and left as it was found.
+
+It is the tests' own, without controllers of workloads: pods are written by hand, and whatever appears while a test
+runs is deleted after it, whoever made it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from tidemill.kube.errors import AlreadyExistsError, ApiError
 from tidemill.kube.resources import NAMESPACES, Json, ObjectKey, Resource
 from tidemill.local.cluster import LocalCluster
 
-KUBECONFIG = os.environ.get("CONTRACT_KUBECONFIG")
+KUBECONFIG = os.environ.get("INTEGRATION_KUBECONFIG")
 
 _VARIANTS = variant_autoscaling_crd()["metadata"]["name"]
 

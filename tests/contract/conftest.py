@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.conftest import create_namespace
-from tests.elsewhere import KUBECONFIG
 from tidemill.kube.client import KubeClient
 from tidemill.kube.resources import NAMESPACES
 from tidemill.local.cluster import LocalCluster
+
+KUBECONFIG = os.environ.get("CONTRACT_KUBECONFIG")
 
 
 @pytest.fixture

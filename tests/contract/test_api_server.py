@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
+from tests.contract.conftest import KUBECONFIG
 from tests.definitions import CRDS, define, defined, is_gone, plain_crd
-from tests.elsewhere import KUBECONFIG
 from tests.polling import eventually
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.api.inference_crd import inference_crds

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from tests.conftest import create_namespace, free_port
+from tests.contract.conftest import KUBECONFIG
 from tests.definitions import define, plain_crd
-from tests.elsewhere import KUBECONFIG
 from tests.integration import test_external_metrics as ours
 from tests.integration.fleet import SCALE, Fleet, Harness, running
 from tests.integration.test_keda_scaler import Keda

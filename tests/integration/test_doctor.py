@@ -393,9 +393,18 @@ class TestMonitors:
 
     async def test_the_autoscalers_own_is_gone(self, well: Fleet) -> None:
         await self.crds(well)
-        adapter = {"spec": {"service": {"namespace": "monitoring", "name": "prometheus-adapter"}}}
-        await well.client.patch(API_SERVICES, EXTERNAL_METRICS, adapter)
-        found, mend = await only_wrong(well, "own monitor")
+        await create_namespace(well.client, "monitoring")
+        ours = await well.client.get(SERVICES, "wva-external-metrics", DEFAULT_NAMESPACE)
+        spec = {field: ours["spec"][field] for field in ("type", "externalName", "ports")}
+        adapter = {"metadata": {"name": "prometheus-adapter"}, "spec": spec}
+        await well.client.create(SERVICES, adapter, "monitoring")
+        change = {"spec": {"service": {"namespace": "monitoring", "name": "prometheus-adapter"}}}
+        await well.client.patch(API_SERVICES, EXTERNAL_METRICS, change)
+
+        async def said() -> tuple[str, str]:
+            return await only_wrong(well, "own monitor")
+
+        found, mend = await eventually(said, within=30)
         assert "it is gone, and HPAs read what it has scraped: hpa" in found
         assert mend == "tidemill install monitoring | kubectl apply -f -"
         body = {"metadata": {"name": "wva-controller-manager-metrics-monitor"}, "spec": {}}

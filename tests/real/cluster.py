@@ -2,7 +2,7 @@
 
 Usage: python -m tests.real.cluster PROGRAMS [--no-workloads] [PYTEST ARGUMENTS]. PROGRAMS is what `make apiserver`
 has filled. Runs pytest with CONTRACT_KUBECONFIG set, and ends with its status. With --no-workloads nobody makes
-ReplicaSets and pods, for tests that write them by hand.
+ReplicaSets and pods, and INTEGRATION_KUBECONFIG is set, for tests that write them by hand.
 """
 
 from __future__ import annotations
@@ -129,10 +129,12 @@ async def ready(url: str, token: str, api: subprocess.Popen[bytes], log: Path) -
     raise RuntimeError(f"kube-apiserver did not become ready; the end of its log:\n{log.read_text()[-3000:]}")
 
 
-async def main(programs: Path, controllers: Sequence[str], arguments: Sequence[str]) -> int:
+async def main(programs: Path, workloads: bool, arguments: Sequence[str]) -> int:
+    controllers = (*CONTROLLERS, *(WORKLOADS if workloads else ()))
     with tempfile.TemporaryDirectory(prefix="control-plane-") as name:
         async with control_plane(programs, Path(name), controllers) as kubeconfig:
-            environment = {**os.environ, "CONTRACT_KUBECONFIG": str(kubeconfig)}
+            variable = "CONTRACT_KUBECONFIG" if workloads else "INTEGRATION_KUBECONFIG"
+            environment = {**os.environ, variable: str(kubeconfig)}
             command = (sys.executable, "-m", "pytest", *arguments)
             return await (await asyncio.create_subprocess_exec(*command, env=environment)).wait()
 
@@ -140,7 +142,6 @@ async def main(programs: Path, controllers: Sequence[str], arguments: Sequence[s
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("programs", type=Path)
-    parser.add_argument("--no-workloads", action="store_true")
+    parser.add_argument("--no-workloads", action="store_false", dest="workloads")
     options, arguments = parser.parse_known_args()
-    controllers = CONTROLLERS if options.no_workloads else (*CONTROLLERS, *WORKLOADS)
-    raise SystemExit(asyncio.run(main(options.programs, controllers, arguments)))
+    raise SystemExit(asyncio.run(main(options.programs, options.workloads, arguments)))
