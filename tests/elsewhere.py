@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.polling import eventually
 from tidemill.api.crd import variant_autoscaling_crd
 from tidemill.cli.demo.manifests import SERVICE_ACCOUNTS
 from tidemill.kube.client import KubeClient
-from tidemill.kube.errors import AlreadyExistsError, ApiError
+from tidemill.kube.errors import AlreadyExistsError, ApiError, NotFoundError
 from tidemill.kube.resources import NAMESPACES, Json, ObjectKey, Resource
 from tidemill.local.cluster import LocalCluster
 
@@ -61,7 +61,7 @@ class Elsewhere:
 async def elsewhere(directory: Path) -> AsyncIterator[Elsewhere]:
     """That server; afterwards what is new in it is taken away again."""
     async with await KubeClient.connect(KUBECONFIG) as client:
-        before = {uid async for uid, _, _ in _everything(client)}
+        before = (await _everything(client)).keys()
         try:
             yield Elsewhere(client, directory)
         finally:
@@ -88,15 +88,18 @@ def user_of(account: ObjectKey) -> str:
     return f"system:serviceaccount:{account.namespace}:{account.name}"
 
 
-async def _sweep(client: KubeClient, before: set[str]) -> None:
+async def _sweep(client: KubeClient, before: Set[str]) -> None:
+    new = {
+        uid: found
+        for uid, found in (await _everything(client)).items()
+        if uid not in before and not _stays(*found)
+    }
+
     async def clean() -> bool:
         # By identity: what a controller makes again in place of what was taken away is its own affair.
-        there = {uid async for uid, _, _ in _everything(client)}
-        return not there & {obj["metadata"]["uid"] for _, obj in new}
+        return not (await _everything(client)).keys() & new.keys()
 
-    everything = [(uid, resource, obj) async for uid, resource, obj in _everything(client)]
-    new = [(resource, obj) for uid, resource, obj in everything if uid not in before and not _stays(resource, obj)]
-    await asyncio.gather(*(_remove(client, resource, obj) for resource, obj in new))
+    await asyncio.gather(*(_remove(client, *found) for found in new.values()))
     await eventually(clean, within=30)
 
 
@@ -108,26 +111,34 @@ def _stays(resource: Resource, obj: Json) -> bool:
 async def _remove(client: KubeClient, resource: Resource, obj: Json) -> None:
     key = ObjectKey.of(obj)
     if obj["metadata"].get("finalizers") and resource != CRDS:
-        await client.patch(resource, key.name, {"metadata": {"finalizers": None}}, key.namespace)
+        with suppress(NotFoundError):  # gone with its owner meanwhile
+            await client.patch(resource, key.name, {"metadata": {"finalizers": None}}, key.namespace)
     await client.delete(resource, key.name, key.namespace, grace_period_seconds=0)
 
 
-async def _everything(client: KubeClient) -> AsyncIterator[tuple[str, Resource, Json]]:
-    """Every object that can be listed and deleted, once: uid, kind and object."""
-    paths = [f"/api/{v}" for v in (await _read(client, "/api"))["versions"]]
+async def _everything(client: KubeClient) -> dict[str, tuple[Resource, Json]]:
+    """Every object that can be listed and deleted, by its uid."""
+    paths = [f"/api/{version}" for version in (await _read(client, "/api"))["versions"]]
     groups = (await _read(client, "/apis"))["groups"]
     paths += [f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups]
-    for found in await asyncio.gather(*(_kinds(client, path) for path in paths)):
-        for resource in found:
-            try:
-                page = await client.list(resource)
-            except ApiError:  # a kind that goes, or whose server is away
-                continue
-            for obj in page.items:
-                metadata = obj["metadata"]
-                # Made by the server itself for each custom resource.
-                if "kube-aggregator.kubernetes.io/automanaged" not in metadata.get("labels", {}):
-                    yield metadata["uid"], resource, obj
+    kinds = [
+        resource for found in await asyncio.gather(*(_kinds(client, path) for path in paths)) for resource in found
+    ]
+    pages = await asyncio.gather(*(_listed(client, resource) for resource in kinds))
+    return {
+        obj["metadata"]["uid"]: (resource, obj)
+        for resource, page in zip(kinds, pages, strict=True)
+        for obj in page
+        # Made by the server itself for each custom resource.
+        if "kube-aggregator.kubernetes.io/automanaged" not in obj["metadata"].get("labels", {})
+    }
+
+
+async def _listed(client: KubeClient, resource: Resource) -> list[Json]:
+    try:
+        return (await client.list(resource)).items
+    except ApiError:  # a kind that goes, or whose server is away
+        return []
 
 
 async def _kinds(client: KubeClient, path: str) -> list[Resource]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import structlog
+from tests.conftest import create_namespace
 from tests.definitions import define, plain_crd
 from tests.integration.fleet import NAMESPACE, Fleet, Harness, running
 from tests.polling import eventually
@@ -233,7 +234,7 @@ class TestWhoIsLookedAfter:
             assert await fleet.status("va-b") == {}
 
     async def test_one_namespace_only(self, wva: LocalCluster, fleet: Fleet) -> None:
-        await fleet.client.create(NAMESPACES, {"metadata": {"name": "other"}})
+        await create_namespace(fleet.client, "other")
         other = Fleet(wva.client, "other")
         for each in (fleet, other):
             await each.deployment("dep", 1)
