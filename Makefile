@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiled demo test test-compiled apiserver test-real soak step lint bench clean
+.PHONY: help setup compiled demo test test-compiled apiserver test-real test-real-contract test-real-integration soak step lint bench clean
 
 help:  ## Print what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,8 +50,12 @@ $(CONTROL_PLANE)/kube-controller-manager: | tests/real/control_plane/go.mod
 
 apiserver: $(CONTROL_PLANE)/kube-controller-manager  ## Build a real control plane into a cache (needs Go)
 
-test-real: setup apiserver  ## The contract and the autoscaler on a real control plane (needs etcd)
+test-real: test-real-contract test-real-integration  ## The same on a real control plane (needs etcd)
+
+test-real-contract: setup apiserver
 	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract
+
+test-real-integration: setup apiserver
 	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) --no-workloads $(addprefix tests/integration/test_,cases.py \
 	  capacity_cases.py doctor.py engine_timing.py external_metrics.py informer.py keda_scaler.py leader_worker_sets.py \
 	  lease_and_events.py pools.py roles.py seed_watches.py)
