@@ -50,7 +50,7 @@ $(CONTROL_PLANE)/kube-controller-manager: | tests/real/control_plane/go.mod
 
 apiserver: $(CONTROL_PLANE)/kube-controller-manager  ## Build a real control plane into a cache (needs Go)
 
-test-real: test-real-contract test-real-integration  ## The same on a real control plane (needs etcd)
+test-real: test-real-contract test-real-integration  ## Contract and integration tests on a real control plane (needs etcd)
 
 test-real-contract: setup apiserver
 	$(BIN)/python -m tests.real.cluster $(CONTROL_PLANE) tests/contract
