@@ -58,8 +58,11 @@ def deployment(name: str, replicas: int = 1) -> Json:
 
 
 POD_SPEC: Json = {"containers": [{"name": "main", "image": "none"}]}
-TARGET: Json = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}
 NO_IMAGE: Json = {"containers": [{"name": "main"}]}
+
+
+def scaler(**spec: int) -> Json:
+    return {"spec": {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}, **spec}}
 
 
 class TestWhatIsRefused:
@@ -69,30 +72,23 @@ class TestWhatIsRefused:
             (PODS, {"spec": NO_IMAGE}, r"spec.containers\[0\].image: Required value"),
             (PODS, {"spec": {"containers": []}}, r"spec.containers: Required value"),
             (SERVICES, {"spec": {"selector": {"a": "b"}}}, r"spec.ports: Required value"),
+            (SERVICES, {}, r"spec.ports: Required value"),
+            (HORIZONTAL_POD_AUTOSCALERS, {}, r"spec.scaleTargetRef.kind: Required value"),
+            (HORIZONTAL_POD_AUTOSCALERS, scaler(), r"spec.maxReplicas: Required value: must be set"),
             (
-                HORIZONTAL_POD_AUTOSCALERS,
-                {
-                    "spec": {
-                        "scaleTargetRef": {"kind": "Deployment", "name": "d"},
-                        "minReplicas": -1,
-                        "maxReplicas": 2,
-                    }
-                },
+                HORIZONTAL_POD_AUTOSCALERS, scaler(minReplicas=3, maxReplicas=2),
+                r"spec.maxReplicas: Invalid value: 2: must be greater than or equal to `minReplicas`",
+            ),
+            (
+                HORIZONTAL_POD_AUTOSCALERS, scaler(minReplicas=-1, maxReplicas=2),
                 r"spec.minReplicas: Invalid value: -1: must be greater than or equal to",
             ),
             (
-                HORIZONTAL_POD_AUTOSCALERS,
-                {
-                    "spec": {
-                        "scaleTargetRef": {"kind": "Deployment", "name": "d"},
-                        "minReplicas": 0,
-                        "maxReplicas": 2,
-                    }
-                },
+                HORIZONTAL_POD_AUTOSCALERS, scaler(minReplicas=0, maxReplicas=2),
                 r"must specify at least one Object or External metric to support scaling to zero replicas",
             ),
         ],
-    )
+    )  # fmt: skip
     async def test_objects(
         self, api: KubeClient, namespace: str, resource: Resource, body: Json, words: str
     ) -> None:
@@ -124,7 +120,7 @@ class TestWhatIsRefused:
     async def test_a_custom_resource_in_a_group_of_kubernetes(self, api: KubeClient) -> None:
         crd = plain_crd("test.tidemill.k8s.io", "v1", "widgets", "Widget")
         del crd["metadata"]["annotations"]
-        with pytest.raises(InvalidError, match=r"annotations\[api-approved.kubernetes.io\]: Required value"):
+        with pytest.raises(InvalidError, match=r"\[api-approved.kubernetes.io\]: Required value"):
             await api.create(CRDS, crd)
 
 

@@ -47,7 +47,7 @@ def check(obj: Json, old: Json | None) -> list[Cause]:
         case "Service":
             return _check_service(obj["spec"])
         case "HorizontalPodAutoscaler":
-            return _check_scaler(obj["spec"])
+            return _check_scaler(obj.get("spec") or {})
         case "CustomResourceDefinition":
             return _check_definition(obj)
         case _:
@@ -126,14 +126,26 @@ def _check_service(spec: Json) -> list[Cause]:
 
 def _check_scaler(spec: Json) -> list[Cause]:
     """As with the feature gate HPAScaleToZero."""
-    least = spec.get("minReplicas", 1)
-    if not isinstance(least, int) or least < 0:
-        message = f"Invalid value: {least}: must be greater than or equal to 0"
-        return [Cause("spec.minReplicas", message)]
-    if least > 0 or any(metric.get("type") in ("Object", "External") for metric in spec.get("metrics") or ()):
-        return []
-    message = "Forbidden: must specify at least one Object or External metric to support scaling to zero replicas"
-    return [Cause("spec.metrics", message, "FieldValueForbidden")]
+    target = spec.get("scaleTargetRef") or {}
+    causes = [
+        Cause(f"spec.scaleTargetRef.{field}", "Required value", "FieldValueRequired")
+        for field in ("kind", "name")
+        if not target.get(field)
+    ]
+    least, most = spec.get("minReplicas", 1), spec.get("maxReplicas", 0)
+    if most == 0:
+        message = "Required value: must be set and greater than 0"
+        causes.append(Cause("spec.maxReplicas", message, "FieldValueRequired"))
+    if most < least:
+        message = f"Invalid value: {most}: must be greater than or equal to `minReplicas`"
+        causes.append(Cause("spec.maxReplicas", message))
+    if least < 0:
+        causes.append(Cause("spec.minReplicas", f"Invalid value: {least}: must be greater than or equal to 0"))
+    elsewhere = any(metric.get("type") in ("Object", "External") for metric in spec.get("metrics") or ())
+    if least == 0 and not elsewhere:
+        message = "must specify at least one Object or External metric to support scaling to zero replicas"
+        causes.append(Cause("spec.metrics", f"Forbidden: {message}", "FieldValueForbidden"))
+    return causes
 
 
 def _check_definition(obj: Json) -> list[Cause]:
