@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -17,13 +18,18 @@ KUBECONFIG = os.environ.get("CONTRACT_KUBECONFIG")
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[KubeClient]:
+async def kubeconfig() -> AsyncIterator[Path]:
     if KUBECONFIG:
-        async with await KubeClient.connect(KUBECONFIG) as client:
-            yield client
+        yield Path(KUBECONFIG)
     else:
         async with LocalCluster(workloads=False, bookmark_seconds=0.2) as cluster:
-            yield cluster.client
+            yield cluster.kubeconfig
+
+
+@pytest.fixture
+async def api(kubeconfig: Path) -> AsyncIterator[KubeClient]:
+    async with await KubeClient.connect(str(kubeconfig)) as client:
+        yield client
 
 
 @pytest.fixture
