@@ -34,6 +34,11 @@ def plain_crd(group: str, version: str, plural: str, kind: str, short: str = "")
     }  # fmt: skip
 
 
+def scaled_object_crd() -> Json:
+    """KEDA's kind, without its schema."""
+    return plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+
+
 async def define(client: KubeClient, *crds: Json) -> None:
     """Make the custom resources, or make them what is given, and wait until the server serves them."""
     for crd in crds:

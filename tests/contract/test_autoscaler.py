@@ -17,7 +17,7 @@ import yaml
 
 from tests.conftest import create_namespace, free_port
 from tests.contract.conftest import KUBECONFIG
-from tests.definitions import define, plain_crd
+from tests.definitions import define, scaled_object_crd
 from tests.integration import test_external_metrics as ours
 from tests.integration.fleet import SCALE, Fleet, Harness, running
 from tests.integration.test_keda_scaler import Keda
@@ -38,10 +38,10 @@ EXACT = {"tolerance": "0", "stabilizationWindowSeconds": 0}
 
 @pytest.fixture
 async def fleet(api: KubeClient) -> AsyncIterator[Fleet]:
-    keda = plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+    keda = scaled_object_crd()
     await define(api, variant_autoscaling_crd(), keda)
     with suppress(AlreadyExistsError):
-        await create_namespace(api, DEFAULT_NAMESPACE)
+        await api.create(NAMESPACES, {"metadata": {"name": DEFAULT_NAMESPACE}})
     name = f"fleet-{uuid.uuid4().hex[:8]}"
     await create_namespace(api, name)
     fleet = Fleet(api, name)

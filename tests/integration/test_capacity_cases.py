@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from tests import policy_lab
 from tests.conftest import create_namespace
-from tests.definitions import define, plain_crd
+from tests.definitions import define, plain_crd, scaled_object_crd
 from tests.integration.fleet import MODEL, NAMESPACE, SCALE, Fleet, Harness, running
 from tests.polling import eventually
 
@@ -483,7 +483,7 @@ class TestFromZero:
         assert await self.replicas(fleet, "a") == [0]
 
     async def test_a27_who_is_paused_stays_as_it_is(self, fleet: Fleet) -> None:
-        await define(fleet.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(fleet.client, scaled_object_crd())
         await fleet.config_map("wva-model-scale-to-zero-config", {"default": self.ENABLED})
         await fleet.deployment("dep-a", 0)
         marks = {"autoscaling.keda.sh/paused-replicas": "0"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import create_namespace
-from tests.definitions import define, plain_crd
+from tests.definitions import define, scaled_object_crd
 from tests.integration.fleet import (
     MODEL,
     NAMESPACE,
@@ -33,7 +33,6 @@ from tidemill.local.cluster import LocalCluster
 from tidemill.metrics.samples import Gauge, SeriesId, SeriesSample
 
 KV = "vllm:kv_cache_usage_perc"
-TO_ZERO: Json = {"minReplicas": 0, "metrics": [external_metric("scaler")]}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +271,7 @@ class TestA24AMinimumOfZero:
         requests: float | None = 0, running_requests: float = 0, ready_minutes: float = 60,
     ) -> int | None:  # fmt: skip
         """What is decided for a managed scaler of an idle model."""
-        await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(wva.client, scaled_object_crd())
         await fleet.config_map(
             "wva-model-scale-to-zero-config", {"default": f"enable_scale_to_zero: {str(zero).lower()}"}
         )
@@ -389,7 +388,7 @@ async def test_a31_an_hpa_that_follows_one_and_moves_another(fleet: Fleet, harne
 class TestManagedScalers:
     @pytest.fixture
     async def keda(self, wva: LocalCluster) -> None:
-        await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(wva.client, scaled_object_crd())
 
     async def said(self, harness: Harness, fleet: Fleet, reason: str) -> list[tuple[str, str]]:
         await harness.cycle()

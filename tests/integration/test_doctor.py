@@ -14,7 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 from tests.conftest import create_namespace, free_port, program
-from tests.definitions import CRDS, define, plain_crd
+from tests.definitions import CRDS, define, plain_crd, scaled_object_crd
 from tests.elsewhere import KUBECONFIG
 from tests.integration.fleet import MODEL, NAMESPACE, Fleet, external_metric
 from tests.integration.prometheus import prometheus, serving, static
@@ -223,7 +223,7 @@ async def test_a_target_name_does_not_match(well: Fleet) -> None:
 
 
 async def test_annotations_of_a_managed_scaler_are_bad(well: Fleet) -> None:
-    await define(well.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+    await define(well.client, scaled_object_crd())
     await well.deployment("other", 1)
     body = {
         "metadata": {"name": "so", "annotations": {"llm-d.ai/managed": "true"}},

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from tests.conftest import free_port
-from tests.definitions import define, plain_crd
+from tests.definitions import define, scaled_object_crd
 from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, running
 from tests.polling import eventually
 
@@ -56,7 +56,7 @@ class Keda:
 
 @pytest.fixture
 async def keda(wva: LocalCluster) -> AsyncIterator[Keda]:
-    await define(wva.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+    await define(wva.client, scaled_object_crd())
     port = free_port()
     async with (
         running(wva.client, keda_scaler_address=f"127.0.0.1:{port}") as harness,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from tests.definitions import CRDS, define, plain_crd
+from tests.definitions import CRDS, define, scaled_object_crd
 from tests.integration.fleet import NAMESPACE, SCALE, Fleet, Harness, running
 from tests.polling import eventually
 
@@ -109,7 +109,7 @@ async def test_a33_kinds_that_come_later_and_go(fleet: Fleet, monkeypatch: pytes
         condition = await fleet.condition("big", "TargetResolved")
         assert condition["status"] == "False"
         assert "the cluster serves no LeaderWorkerSets" in condition["message"]
-        await define(fleet.client, plain_crd("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"))
+        await define(fleet.client, scaled_object_crd())
         names = await groups(fleet, 1, 2)
         pods = await fleet.deployment("small", 1)
         await fleet.scaler("ScaledObject", "small", "small")
